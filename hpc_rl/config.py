@@ -1,0 +1,170 @@
+"""The configuration: frozen, typed, checked once at the edge. `config_load.py` reads it from YAML and key=value."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass
+
+_frozen = dataclass(frozen=True, config=ConfigDict(extra="forbid", strict=False))
+
+
+def section(factory: Any) -> Any:
+    """A field that holds a nested section with its defaults."""
+    return Field(default_factory=factory)
+
+
+@_frozen
+class RunConfig:
+    dir: str = Field("runs/default", description="run directory: config, metrics, checkpoints, rollouts, logs")
+
+
+@_frozen
+class ModelConfig:
+    path: str | None = Field(None, description="HF directory (safetensors) of the actor; null: random weights of `config`")
+    config: dict[str, Any] | None = Field(None, description="HF config values of a randomly initialised model (with `path` null)")
+    tokenizer: str | None = Field(None, description="HF directory of the tokenizer; null: model.path")
+    critic_path: str | None = Field(None, description="HF directory of the critic's backbone; null: model.path")
+    reference_path: str | None = Field(None, description="HF directory of the reference policy; null: model.path")
+    dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="of weights and activations; optimizer states are float32")
+
+
+@_frozen
+class ParallelConfig:
+    tp: int = Field(1, ge=1, description="tensor-parallel size of training")
+    pp: int = Field(1, ge=1, description="pipeline-parallel size of training")
+    cp: int = Field(1, ge=1, description="context-parallel size of training")
+    ep: int = Field(1, ge=1, description="expert-parallel size of training")
+    sequence_parallel: bool = Field(True, description="shard activations between TP regions too (with tp > 1)")
+    recompute: Literal["none", "full"] = Field("none", description="recompute activations in the backward pass")
+
+
+@_frozen
+class LaunchConfig:
+    nproc: int = Field(1, ge=1, description="local ranks that `hpc-rl train` starts when no launcher did")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where a GPU is there")
+    threads: int = Field(1, ge=1, description="OpenMP threads of each local rank (CPU)")
+    timeout_s: float = Field(1800.0, gt=0, description="longest wait of a collective before all ranks stop")
+
+
+@_frozen
+class DataConfig:
+    prompts: str | list[str] | None = Field(None, description="JSONL or Parquet files of prompts")
+    eval_prompts: str | list[str] | None = Field(None, description="held-out prompts, for `eval`")
+    format: Literal["auto", "jsonl", "parquet"] = Field("auto", description="auto: by the file's suffix")
+    prompts_per_step: int = Field(8, ge=1, description="prompts in one step, over all ranks")
+    max_prompt_tokens: int = Field(1024, ge=1, description="longer prompts are `overlong`")
+    overlong: Literal["drop", "cut"] = Field("drop", description="drop a long prompt, or cut its start; counted either way")
+    chat_template: Literal["auto", "always", "never"] = Field("auto", description="auto: for `messages`, not for `text`")
+    shuffle: bool = Field(True, description="new order each epoch, from the seed")
+
+
+@_frozen
+class RolloutConfig:
+    tp: int | None = Field(None, ge=1, description="tensor-parallel size of generation; null: parallel.tp")
+    samples_per_prompt: int = Field(1, ge=1, description="responses per prompt (group size)")
+    max_response_tokens: int = Field(512, ge=1, description="length limit of a response")
+    temperature: float = Field(1.0, gt=0, description="of sampling; log-probs are of the tempered distribution")
+    top_p: float = Field(1.0, gt=0, le=1, description="nucleus sampling")
+    top_k: int = Field(-1, description="-1: off")
+    stop: list[str] = Field(default_factory=list, description="strings that end a response, beside EOS")
+    max_num_seqs: int = Field(256, ge=1, description="sequences that vLLM runs at once, per replica")
+    kv_cache_bytes: int | None = Field(None, ge=1, description="KV cache per rank; null: by gpu_memory_utilization (GPU), 256 MiB (CPU)")
+    gpu_memory_utilization: float = Field(0.5, gt=0, le=1, description="share of the GPU that vLLM may use")
+    enforce_eager: bool = Field(False, description="no CUDA graphs")
+    sleep_level: Literal[0, 1, 2] = Field(2, description="vLLM sleep level while training (GPU); 0: stays awake")
+    block_size: int | None = Field(None, ge=1, description="tokens of a KV cache block; null: vLLM's choice")
+
+
+@_frozen
+class RewardConfig:
+    function: str = Field("hpc_rl.reward.functions:exact_match", description="module:function, see README")
+    kwargs: dict[str, Any] = Field(default_factory=dict, description="keyword arguments handed to the function")
+    on_error: Literal["fail", "score"] = Field("fail", description="an exception or a non-finite score: stop the run, or use error_score")
+    error_score: float = Field(0.0, description="score of a sample whose reward failed")
+
+
+@_frozen
+class AlgorithmConfig:
+    name: str = Field("ppo", description="see hpc_rl/algo/registry.py")
+    gamma: float = Field(1.0, gt=0, le=1, description="discount per token")
+    lam: float = Field(0.95, ge=0, le=1, description="GAE lambda")
+    clip_low: float = Field(0.2, ge=0, description="ratio may fall to 1 - clip_low")
+    clip_high: float = Field(0.2, ge=0, description="ratio may rise to 1 + clip_high")
+    clip_dual: float | None = Field(None, gt=1, description="dual-clip bound for negative advantages; null: off")
+    value_clip: float | None = Field(0.2, gt=0, description="value clip around the old values; null: off")
+    aggregation: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = Field(
+        "token-mean", description="how token losses become one loss, over global counts"
+    )
+    entropy_coef: float = Field(0.0, description="entropy bonus")
+    whiten_advantages: bool = Field(True, description="advantages to mean 0, std 1 over the step's response tokens (GAE)")
+    kl_placement: Literal["none", "reward", "loss"] = Field("reward", description="where the KL to the reference goes")
+    kl_estimator: Literal["k1", "k2", "k3"] = Field("k1", description="KL estimator of the penalty")
+    kl_coef: float = Field(0.001, ge=0, description="initial (or fixed) KL coefficient")
+    kl_target: float | None = Field(None, gt=0, description="adaptive coefficient towards this KL; null: fixed")
+    kl_horizon: int = Field(10000, ge=1, description="samples over which the adaptive coefficient moves")
+    epochs: int = Field(1, ge=1, description="passes over the step's rollouts")
+    mini_batches: int = Field(1, ge=1, description="optimizer steps per pass")
+    micro_batch_tokens: int = Field(16384, ge=1, description="token budget of a micro-batch per rank")
+    critic_warmup_steps: int = Field(0, ge=0, description="steps in which only the critic learns")
+
+
+@_frozen
+class OptimizerConfig:
+    lr: float = Field(1e-6, gt=0, description="peak learning rate")
+    min_lr: float = Field(0.0, ge=0, description="at the end of the decay")
+    warmup_steps: int = Field(0, ge=0, description="linear warm-up, in optimizer steps")
+    decay: Literal["constant", "linear", "cosine"] = Field("constant", description="shape of the learning rate")
+    decay_steps: int | None = Field(None, ge=1, description="optimizer steps of the decay; null: the whole run")
+    weight_decay: float = Field(0.0, ge=0, description="AdamW, not on norms and biases")
+    beta1: float = Field(0.9, ge=0, lt=1, description="AdamW")
+    beta2: float = Field(0.999, ge=0, lt=1, description="AdamW")
+    eps: float = Field(1e-8, gt=0, description="AdamW")
+    clip_grad: float = Field(1.0, ge=0, description="global gradient norm; 0: no clipping")
+    distributed: bool = Field(True, description="shard optimizer states over DP ranks")
+
+
+@_frozen
+class ReshardConfig:
+    bucket_bytes: int = Field(256 << 20, ge=1 << 10, description="size of one transfer bucket; two are in flight")
+    verify: Literal["always", "first", "off"] = Field("first", description="compare digests of vLLM's and the trainer's weights")
+    snapshot: Literal["gpu", "host", "none"] = Field("none", description="copy of the last sent weights, for sparse deltas")
+
+
+@_frozen
+class CheckpointConfig:
+    every: int = Field(0, ge=0, description="steps between checkpoints; 0: only at the end")
+    keep_last: int = Field(2, ge=1, description="newest checkpoints kept")
+    keep_every: int = Field(0, ge=0, description="also keep those whose step is a multiple; 0: none")
+    asynchronous: bool = Field(True, description="write in the background")
+    rollouts: bool = Field(True, description="keep every rollout in RUN/rollouts")
+
+
+@_frozen
+class MetricsConfig:
+    progress: bool = Field(True, description="progress bar on rank 0 (a terminal only)")
+    tensorboard: bool = Field(False, description="also write TensorBoard events to RUN/logs/tensorboard")
+    prometheus_port: int | None = Field(None, ge=1, le=65535, description="serve metrics on this port of rank 0")
+
+
+@_frozen
+class Config:
+    """One run. Every leaf can be set in the YAML file or as ``section.key=value`` on the command line."""
+
+    steps: int = Field(100, ge=1, description="RL steps")
+    seed: int = Field(0, ge=0, description="of everything random in the run")
+    resume: str = Field("none", description="none, auto (newest whole checkpoint of run.dir, if any), or a checkpoint directory")
+    run: RunConfig = section(RunConfig)
+    model: ModelConfig = section(ModelConfig)
+    parallel: ParallelConfig = section(ParallelConfig)
+    launch: LaunchConfig = section(LaunchConfig)
+    data: DataConfig = section(DataConfig)
+    rollout: RolloutConfig = section(RolloutConfig)
+    reward: RewardConfig = section(RewardConfig)
+    algorithm: AlgorithmConfig = section(AlgorithmConfig)
+    actor: OptimizerConfig = section(OptimizerConfig)
+    critic: OptimizerConfig = section(OptimizerConfig)
+    reshard: ReshardConfig = section(ReshardConfig)
+    checkpoint: CheckpointConfig = section(CheckpointConfig)
+    metrics: MetricsConfig = section(MetricsConfig)
