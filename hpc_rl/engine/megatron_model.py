@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from megatron.core import tensor_parallel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
@@ -72,9 +73,9 @@ class Rotary(torch.nn.Module):
 
     def __init__(self, spec: ModelSpec, device: torch.device) -> None:
         super().__init__()
-        dim, rope = spec.head_dim, dict(spec.rope_scaling or {})
-        inv_freq = 1.0 / (spec.rope_theta ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim))
-        kind = rope.get("rope_type", rope.get("type", "default"))
+        dim, rope = spec.head_dim, spec.rope
+        inv_freq = 1.0 / (rope["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim))
+        kind = rope["rope_type"]
         if kind == "linear":
             inv_freq = inv_freq / rope["factor"]
         elif kind == "llama3":
@@ -89,7 +90,7 @@ class Rotary(torch.nn.Module):
         return torch.cat([angles, angles], dim=-1)[:, None, None]
 
 
-def _llama3_frequencies(inv_freq: Tensor, rope: dict[str, Any]) -> Tensor:
+def _llama3_frequencies(inv_freq: Tensor, rope: Mapping[str, Any]) -> Tensor:
     """Low frequencies are divided by ``factor``, high ones kept, those between blended (Llama 3.1)."""
     old_len = rope["original_max_position_embeddings"]
     low, high = old_len / rope["low_freq_factor"], old_len / rope["high_freq_factor"]
@@ -109,12 +110,12 @@ class PackedGPT(GPTModel):
     def __init__(self, config: TransformerConfig, spec: ModelSpec, role: str, state: ParallelState, **kwargs: Any) -> None:
         super().__init__(
             config=config,
-            transformer_layer_spec=layer_spec(config),
+            transformer_layer_spec=layer_specs(config, len(state.layout.layers_of(state.pp_rank, spec.num_layers)[0])),
             max_sequence_length=spec.max_position_embeddings,
             pre_process=state.is_first_stage,
             post_process=state.is_last_stage,
             position_embedding_type="none",  # angles come from `rotary`, for packed positions
-            share_embeddings_and_output_weights=spec.tied and role != "critic",
+            share_embeddings_and_output_weights=spec.tie_embeddings and role != "critic",
             **kwargs,
         )
         self.role, self.temperature, self.true_vocab_size = role, 1.0, spec.vocab_size
@@ -159,15 +160,15 @@ class PackedGPT(GPTModel):
         return flat.index_copy(1, packed.predict_at, torch.stack(outputs))
 
 
-def layer_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
-    """Megatron's local layer spec with our norm and core attention."""
+def layer_specs(config: TransformerConfig, num_layers: int) -> TransformerBlockSubmodules:
+    """Megatron's local layer spec with our norm and core attention, for the layers of one stage (even or not)."""
     spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
     parts = spec.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
     if config.qk_layernorm:
         parts.self_attention.submodules.q_layernorm = parts.self_attention.submodules.k_layernorm = RMSNorm
     parts.self_attention.submodules.core_attention = PackedAttention
-    return TransformerBlockSubmodules(layer_specs=[spec] * get_num_layers_to_build(config), layer_norm=RMSNorm)
+    return TransformerBlockSubmodules(layer_specs=[spec] * num_layers, layer_norm=RMSNorm)
 
 
 def transformer_config(spec: ModelSpec, config: Config, state: ParallelState) -> TransformerConfig:
@@ -175,7 +176,8 @@ def transformer_config(spec: ModelSpec, config: Config, state: ParallelState) ->
     p, dtype, cuda = config.parallel, DTYPES[config.model.dtype], state.device.type == "cuda"
     recompute = p.recompute == "full"
     return TransformerConfig(
-        num_layers=spec.num_layers,
+        # Only numbers the layers here; uneven stages get their own count of layer specs.
+        num_layers=-(-spec.num_layers // p.pp) * p.pp,
         hidden_size=spec.hidden_size,
         ffn_hidden_size=spec.intermediate_size,
         num_attention_heads=spec.num_heads,
