@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
-_frozen = dataclass(frozen=True, config=ConfigDict(extra="forbid", strict=False))
+_frozen = dataclass(frozen=True, config=ConfigDict(extra="forbid", strict=False, allow_inf_nan=False))
 
 
 def section(factory: Any) -> Any:
