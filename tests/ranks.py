@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import os
+import pickle
 import socket
 import time
 import traceback
@@ -57,7 +58,7 @@ def _collect(pipes: list[Connection], deadline: float) -> list[Any]:
             assert isinstance(pipe, Connection)
             rank = waiting.pop(pipe)
             try:
-                error, results[rank] = pipe.recv()
+                error, results[rank] = pickle.loads(pipe.recv_bytes())
             except EOFError:
                 raise RankFailed(f"rank {rank} died without a word") from None
             if error is not None:
@@ -78,8 +79,9 @@ def _child(pipe: Connection, rank: int, world_size: int, port: int, fn: Callable
         import torch
 
         torch.set_num_threads(1)
-        pipe.send((None, fn(*args)))
+        # By value: torch's own pickling would hand over file descriptors of a process that is about to end.
+        pipe.send_bytes(pickle.dumps((None, fn(*args))))
     except BaseException:
-        pipe.send((traceback.format_exc(), None))
+        pipe.send_bytes(pickle.dumps((traceback.format_exc(), None)))
     finally:
         os._exit(0)  # no destructors of forked libraries

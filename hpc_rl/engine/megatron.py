@@ -46,7 +46,7 @@ class MegatronEngine:
         self.role, self.spec, self.config, self.parallel = role, spec, config, state
         layout = state.layout
         self.padded_vocab_size = padded_vocab_size(spec.vocab_size, layout.tp)
-        self._map = megatron_shard_map(spec, layout, state.rank, self.padded_vocab_size, role=_map_role(role))
+        self._map = megatron_shard_map(spec, layout, state.rank, self.padded_vocab_size)
         with cuda_as_cpu():
             megatron_config = transformer_config(spec, config, state)
             self.module = PackedGPT(megatron_config, spec, role, state, vocab_size=self.padded_vocab_size)
@@ -207,9 +207,6 @@ def _finalize_gradients(model: list[Any], num_tokens: Tensor | None = None, **kw
     """Megatron's reduction without its division by the token count: the loss weights hold the denominator."""
     finalize_model_grads(model, None, **kwargs)
 
-
-def _map_role(role: str) -> str:
-    return "critic" if role == "critic" else "actor"
 
 
 def _token_index(batch: Batch, indices: Sequence[int]) -> Tensor:

@@ -127,6 +127,9 @@ class PackedGPT(GPTModel):
                 spec.hidden_size, 1, bias=False, dtype=config.params_dtype, device=state.device
             )
         self.output_names = ("values",) if role == "critic" else ("log_probs", "entropy")
+        for p in self.parameters():
+            p.detach().zero_()  # padded vocabulary rows stay 0; all else is written from a checkpoint
+        _mark_parallel_parameters(self)
 
     def forward(self, packed: Packed) -> Tensor:  # type: ignore[override]
         """One pipeline stage: hidden states [t / tp, 1, h], or the last stage's outputs [k, t]."""
@@ -158,6 +161,20 @@ class PackedGPT(GPTModel):
             )
         flat = states.new_zeros(len(outputs), packed.input_ids.shape[1], dtype=torch.float32)
         return flat.index_copy(1, packed.predict_at, torch.stack(outputs))
+
+
+def _mark_parallel_parameters(model: torch.nn.Module) -> None:
+    """Tells Megatron's gradient norm which parameters differ between TP ranks; it does so only when it initialises."""
+    for module in model.modules():
+        if isinstance(module, tensor_parallel.RowParallelLinear):
+            dims = {"weight": 1}
+        elif isinstance(module, tensor_parallel.ColumnParallelLinear | tensor_parallel.VocabParallelEmbedding):
+            dims = {"weight": 0, "bias": 0}
+        else:
+            continue
+        for name, dim in dims.items():
+            if getattr(module, name, None) is not None and not hasattr(getattr(module, name), "tensor_model_parallel"):
+                tensor_parallel.set_tensor_model_parallel_attributes(getattr(module, name), True, dim, 1)
 
 
 def layer_specs(config: TransformerConfig, num_layers: int) -> TransformerBlockSubmodules:
@@ -202,6 +219,7 @@ def transformer_config(spec: ModelSpec, config: Config, state: ParallelState) ->
         use_cpu_initialization=not cuda,
         calculate_per_token_loss=True,  # gradients are summed over DP: the loss weights hold the denominator
         variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",  # the only one that goes with variable lengths
         batch_p2p_comm=True,
         batch_p2p_sync=False,
         masked_softmax_fusion=False,
