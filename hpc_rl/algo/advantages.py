@@ -4,7 +4,7 @@ Two kinds. Token level: arrays [N] of whole sequences -> [N]. Group level: ``out
 response) and ``group_ids [B]`` (samples of one prompt share one) -> [B], which `to_tokens` lays on the response tokens.
 
 A group of one has nothing to be compared with. All group estimators then use mean 0 and standard deviation 1, so that
-its advantage is its raw outcome (as in REINFORCE); `registry.validate` refuses configurations that only have such groups.
+its advantage is its raw outcome (as in REINFORCE); `validate` refuses configurations that have no other groups.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def reinforce_plus_plus(rewards: Tensor, mask: Tensor, cu_seqlens: Tensor, gamma
 
 
 def remax(rewards: Tensor, baselines: Tensor, mask: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
-    """Undiscounted return less the reward of the greedy response to the same prompt. Source: arXiv 2310.10505, alg. 1.
+    """Undiscounted return less the reward of the greedy response to the same prompt. Source: arXiv 2310.10505.
 
     Args: baselines: [B], score of the greedy response.
     Returns: advantages, and the returns without the baseline; [N].
@@ -139,13 +139,13 @@ def reinforce_plus_plus_baseline(outcomes: Tensor, group_ids: Tensor, mask: Tens
 
 
 def rloo(outcomes: Tensor, group_ids: Tensor) -> Tensor:
-    """outcome - mean of the other outcomes of its group: [B]. Source: arXiv 2402.14740, eq. 8."""
+    """outcome - mean of the other outcomes of its group: [B]. Source: arXiv 2402.14740."""
     group = group_statistics(outcomes, group_ids)
     return dr_grpo(outcomes, group_ids) * group.size / (group.size - 1).clamp(min=1)
 
 
 def opo(outcomes: Tensor, response_lengths: Tensor, group_ids: Tensor) -> Tensor:
-    """outcome - length-weighted group mean, the baseline of least variance: [B]. Source: arXiv 2505.23585, eq. 10.
+    """outcome - length-weighted group mean, the baseline of least variance: [B]. Source: arXiv 2505.23585.
 
     Args: response_lengths: [B], response tokens. If all responses of a group are empty, its baseline is 0.
     """
@@ -159,7 +159,7 @@ def opo(outcomes: Tensor, response_lengths: Tensor, group_ids: Tensor) -> Tensor
 def gpg(outcomes: Tensor, group_ids: Tensor) -> Tensor:
     """alpha (outcome - group mean), alpha = B / (B - samples of groups with equal outcomes): [B].
 
-    alpha makes up for the samples that carry no gradient. Source: arXiv 2504.02546, eq. 7 to 9. verl counts samples
+    alpha makes up for the samples that carry no gradient. Source: arXiv 2504.02546. verl counts samples
     with an outcome other than 0 instead, which depends on where the rewards' zero lies; the paper's count is used here.
     """
     carrying = (~group_statistics(outcomes, group_ids).uniform).sum().clamp(min=1)

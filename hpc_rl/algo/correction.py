@@ -47,7 +47,7 @@ def importance_weights(
         log_ratio: [N] from `mismatch`. mask: [N] bool. cu_seqlens: int64 [B + 1].
         method: tis-token, tis-sequence, icepop-token or icepop-sequence.
         low, high: bounds of the weight.
-        normalize: divide by the mean weight, over tokens or over sequences with tokens (as the level), of all handed in.
+        normalize: divide by the mean weight over all tokens, or all sequences that have any (as the level).
     Source: TIS: F. Yao et al., "Your efficient RL framework secretly brings you off-policy RL training", 2025;
         IcePop: Ling team, "Small leak can sink a great ship", 2025.
     """
@@ -57,11 +57,8 @@ def importance_weights(
     if level == "sequence":
         exponent = spread(segment_sum(exponent, cu_seqlens), cu_seqlens)
     weights = exponent.clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX).exp()
-    if kind == "tis":
-        weights = weights.clamp(max=high)
-    else:
-        weights = keep(weights, (weights >= low) & (weights <= high))
-    weights = keep(weights, mask)
+    in_bounds = (weights >= low) & (weights <= high)
+    weights = keep(weights.clamp(max=high) if kind == "tis" else keep(weights, in_bounds), mask)
     if normalize:
         mean = masked_mean(weights, mask) if level == "token" else _sequence_mean(weights, mask, cu_seqlens)
         weights = torch.where(mean > 1e-8, weights / mean.clamp(min=1e-8), weights)
@@ -75,19 +72,16 @@ def _sequence_mean(weights: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
 def acceptance_mask(log_ratio: Tensor, mask: Tensor, cu_seqlens: Tensor, rule: str, low: float, high: float) -> Tensor:
     """The part of ``mask [N]`` that stays in the policy loss.
 
-    rule = level-divergence. Divergences of a token: k1 = log-ratio, compared with [log low, log high]; k2 = k1^2 / 2 and
-    k3 = exp(k1) - 1 - k1, compared with ``high`` alone. Levels: token, or seq-sum, seq-mean (for k1 the geometric mean of
-    the ratio), seq-max of the sequence, which then stays or goes whole. Bounds are inclusive and speak of
-    trainer / sampler (verl's of sampler / trainer: its [a, b] is [1/b, 1/a] here).
+    rule = level-divergence. Divergences of a token: k1 = log-ratio, compared with [log low, log high]; k2 = k1^2 / 2
+    and k3 = exp(k1) - 1 - k1, compared with ``high`` alone. Levels: token, or seq-sum, seq-mean (for k1 the geometric
+    mean of the ratio), seq-max of the sequence, which then stays or goes whole. Bounds are inclusive and speak of
+    trainer / sampler, as the weights do (verl's of sampler / trainer: its [a, b] is [1/b, 1/a] here).
 
     Returns: [N] bool.
     """
     level, divergence = rule.rsplit("-", 1)
     k1 = keep(log_ratio, mask)
-    if divergence == "k1":
-        token = k1
-    else:
-        token = 0.5 * k1.square() if divergence == "k2" else torch.expm1(k1) - k1
+    token = {"k1": lambda: k1, "k2": lambda: 0.5 * k1.square(), "k3": lambda: torch.expm1(k1) - k1}[divergence]()
     if level == "seq-sum":
         token = spread(segment_sum(token, cu_seqlens), cu_seqlens)
     elif level == "seq-mean":
@@ -106,14 +100,13 @@ def mismatch_metrics(log_ratio: Tensor, mask: Tensor, cu_seqlens: Tensor) -> dic
     """How far trainer and sampler are apart over the batch handed in (global), all 0 (ESS 1) without response tokens.
 
     kl: mean of sampler - trainer log-prob, an estimate of KL(sampler || trainer) in nats per token; k3: its
-    never-negative form; abs_mean, abs_max: of |log-ratio|; seq_pNN: quantiles over sequences of the mean |log-ratio|, which
-    show the tail that a mean hides; ess: effective sample size of the token ratios, as a fraction.
+    never-negative form; abs_mean, abs_max: of |log-ratio|; seq_pNN: quantiles over sequences of the mean |log-ratio|,
+    which show the tail that a mean hides; ess: effective sample size of the token ratios, as a fraction.
     """
     count = segment_count(mask, cu_seqlens)
     if not mask.any():
-        return {
-            f"mismatch/{k}": float(k == "ess") for k in ("kl", "k3", "abs_mean", "abs_max", *_quantile_names(), "ess")
-        }
+        names = ("kl", "k3", "abs_mean", "abs_max", *_quantile_names(), "ess")
+        return {f"mismatch/{name}": float(name == "ess") for name in names}
     ratio = keep(log_ratio.clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX).exp(), mask)
     per_sequence = segment_mean(log_ratio.abs(), mask, cu_seqlens)[count > 0]
     levels = torch.tensor(QUANTILES, dtype=per_sequence.dtype)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hpc_rl.algo.masked import keep_log_probs
+from hpc_rl.config import AlgorithmConfig
 
 LOG_RATIO_MAX = 20.0
 K3_MAX = 10.0  # bounds one token's k3 term and, past a log-ratio of about 2.6, stops its gradient
@@ -47,33 +49,33 @@ def kl_estimate(
         negated = (-difference).clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX)
         value = torch.expm1(negated) - negated
         value = value if k3_max is None else value.clamp(max=k3_max)
-    return value.detach() + squared - squared.detach() if straight_through else value
+    return value.detach() + (squared - squared.detach()) if straight_through else value
 
 
-@dataclass(slots=True)
 class KLController:
-    """The KL coefficient: fixed, or moved towards a target KL.
+    """The KL coefficient: fixed (kl_target null), or moved towards kl_target.
 
-    Adaptive: coef <- coef (1 + clip(kl / target - 1, -0.2, 0.2) n / horizon), n = sequences of the step.
-    Source: arXiv 1909.08593, section 2.2.
-
-    Args: coef: initial value. target: KL per token to hold; None: fixed. horizon: in sequences.
+    coef <- coef (1 + clip(kl / kl_target - 1, -0.2, 0.2) n / kl_horizon), n = sequences of the step.
+    The KL is the mean over all response tokens (verl: over sequences, of each one's mean, empty ones as 0), so that it
+    is what the penalty sums up. Source: arXiv 1909.08593, section 2.2.
     """
 
-    coef: float
-    target: float | None = None
-    horizon: int = 10000
+    def __init__(self, config: AlgorithmConfig) -> None:
+        self.coef, self.target, self.horizon = config.kl_coef, config.kl_target, config.kl_horizon
 
     def update(self, kl: float, num_sequences: int) -> None:
         """After a step whose mean KL per token was ``kl`` (nats, global)."""
-        if self.target is not None:
-            error = min(max(kl / self.target - 1.0, -0.2), 0.2)
-            self.coef *= 1.0 + error * num_sequences / self.horizon
+        if self.target is None:
+            return
+        assert math.isfinite(kl), f"a KL of {kl} cannot steer the coefficient"
+        error = min(max(kl / self.target - 1.0, -0.2), 0.2)
+        self.coef *= 1.0 + error * num_sequences / self.horizon
 
-    def state_dict(self) -> dict[str, Any]:
-        """What a resume needs."""
+    def state(self) -> dict[str, Any]:
+        """What a resume needs (JSON)."""
         return {"coef": self.coef}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes back what ``state_dict`` gave; target and horizon stay those of the configuration."""
-        self.coef = float(state["coef"])
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Takes back what ``state`` gave; a fixed coefficient stays the configuration's."""
+        if self.target is not None:
+            self.coef = float(state["coef"])

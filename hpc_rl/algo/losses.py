@@ -1,8 +1,8 @@
 """Token losses of the policy and the critic, and the weights that turn them into one loss.
 
 Every function is pure and works on one micro-batch of whole sequences: [N] arrays in, loss of each token out, zeros
-outside the mask. The loss of a mini-batch is sum(loss_weights * token_loss): the weights hold the global denominator, so
-that the sums of micro-batches and ranks just add.
+outside the mask. The loss of a mini-batch is sum(loss_weights * token_loss): the weights hold the global denominator,
+so that the sums of micro-batches and ranks just add.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def loss_weights(
     """The weight of each token's loss, for sequences that are the whole mini-batch (all ranks, all micro-batches).
 
     token-mean: 1 / T. seq-mean-token-sum: 1 / S. seq-mean-token-mean: 1 / (S t_b). seq-mean-token-sum-norm:
-    1 / (S max_response_tokens). T: masked tokens of the mini-batch, S: its sequences that have any (those without are not
-    counted), t_b: masked tokens of the sequence.
+    1 / (S max_response_tokens). T: masked tokens of the mini-batch, S: its sequences that have any (those without
+    are not counted), t_b: masked tokens of the sequence.
 
     Args:
         mode: as algorithm.aggregation.
@@ -82,8 +82,8 @@ def loss_weights(
 def ppo_clip(inputs: PolicyInputs, clip_low: float, clip_high: float, clip_dual: float | None = None) -> TokenLoss:
     """max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)); with clip_dual = c at most -A c where A < 0.
 
-    r = exp(log_ratio clamped to +-20). Source: arXiv 1707.06347, eq. 7; dual clip: 1912.09729, eq. 5;
-    clip_high > clip_low: 2503.14476, eq. 10.
+    r = exp(log_ratio clamped to +-20). Source: arXiv 1707.06347, eq. 7; dual clip: 1912.09729;
+    clip_high > clip_low: 2503.14476.
 
     Metrics: ratio; clip_frac, where the clipped loss is the larger; dual_clip_frac.
     """
@@ -103,8 +103,8 @@ def ppo_clip(inputs: PolicyInputs, clip_low: float, clip_high: float, clip_dual:
 def gspo(inputs: PolicyInputs, clip_low: float, clip_high: float) -> TokenLoss:
     """PPO's clipped loss with one ratio per sequence, s = exp(mean token log-ratio).
 
-    Each token carries the value s and the gradient of its own log-prob (GSPO-token), which for one advantage per sequence
-    and seq-mean-token-mean is GSPO's. The log of s is bounded by 10. Source: arXiv 2507.18071, eq. 5, 7 and 14.
+    Each token carries the value s and the gradient of its own log-prob (GSPO-token), which for one advantage per
+    sequence and seq-mean-token-mean is GSPO's. The log of s is bounded by 10. Source: arXiv 2507.18071.
     """
     advantages, current = inputs.clean_advantages(), inputs.current()
     sequence = segment_mean(inputs.log_ratio().detach(), inputs.mask, inputs.cu_seqlens)
@@ -118,7 +118,7 @@ def gspo(inputs: PolicyInputs, clip_low: float, clip_high: float) -> TokenLoss:
 def cispo(inputs: PolicyInputs, clip_low: float, clip_high: float) -> TokenLoss:
     """-clip(r, 1 - clip_low, 1 + clip_high) A log_prob, the clipped ratio a constant: every token keeps its gradient.
 
-    Source: arXiv 2506.13585, eq. 4 and 5 (clip_low >= 1: no lower bound, as there).
+    Source: arXiv 2506.13585 (clip_low >= 1: no lower bound, as there).
     """
     ratio = inputs.log_ratio().detach().clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX).exp()
     bounded = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
@@ -128,7 +128,7 @@ def cispo(inputs: PolicyInputs, clip_low: float, clip_high: float) -> TokenLoss:
 def sapo(inputs: PolicyInputs, tau_positive: float, tau_negative: float) -> TokenLoss:
     """-A g(r), g(r) = sigmoid(tau (r - 1)) 4 / tau: a soft gate in place of the clip; tau by the sign of A.
 
-    Source: arXiv 2511.20347, eq. 5 and 6.
+    Source: arXiv 2511.20347.
     """
     advantages = inputs.clean_advantages()
     ratio = inputs.log_ratio().clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX).exp()
@@ -137,7 +137,7 @@ def sapo(inputs: PolicyInputs, tau_positive: float, tau_negative: float) -> Toke
 
 
 def reinforce(inputs: PolicyInputs) -> TokenLoss:
-    """-A log_prob, without a ratio. Source: Williams 1992; GPG: arXiv 2504.02546, eq. 6."""
+    """-A log_prob, without a ratio. Source: Williams 1992; GPG: arXiv 2504.02546."""
     ratio = inputs.log_ratio().detach().clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX).exp()
     return -inputs.clean_advantages() * inputs.current(), {"ratio": ratio}
 

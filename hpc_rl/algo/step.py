@@ -7,11 +7,13 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
+from hpc_rl.algo.adapters import AdvantageInputs
 from hpc_rl.algo.correction import acceptance_mask, importance_weights, mismatch, mismatch_metrics
 from hpc_rl.algo.kl import kl_estimate
 from hpc_rl.algo.losses import PolicyInputs, loss_weights, value_mse
-from hpc_rl.algo.masked import keep, masked_mean, masked_var, segment_count, segment_sum
-from hpc_rl.algo.registry import AdvantageInputs, algorithm
+from hpc_rl.algo.masked import keep, masked_mean, masked_var, segment_count, segment_sum, spread
+from hpc_rl.algo.registry import algorithm
+from hpc_rl.algo.shaping import informative, last_response_token, overlong_penalty
 from hpc_rl.batch import Batch
 from hpc_rl.config import Config
 from hpc_rl.engine.protocol import LossFn
@@ -74,14 +76,19 @@ def _check(batch: Batch, config: Config, kl_coef: float) -> None:
 
 
 def _rewards(batch: Batch, config: Config, kl_coef: float) -> tuple[Tensor, dict[str, float]]:
-    """Scores less the KL penalty: float64 [N], zeros outside the mask."""
-    mask = batch["response_mask"]
-    rewards, metrics = keep(batch["token_level_scores"].double(), mask), {}
+    """Scores less the penalties for length and KL: float64 [N], zeros outside the mask."""
+    mask, algo = batch["response_mask"], config.algorithm
+    rewards, metrics = keep(batch["token_level_scores"].double(), mask), {"kl": 0.0}
+    if algo.overlong_buffer_tokens:
+        lengths, limit = segment_count(mask, batch.cu_seqlens), config.rollout.max_response_tokens
+        penalty = overlong_penalty(lengths, limit, algo.overlong_buffer_tokens, algo.overlong_penalty)
+        rewards = rewards + keep(spread(penalty, batch.cu_seqlens), last_response_token(mask, batch.cu_seqlens))
+        metrics["overlong_penalty_mean"] = float(penalty.sum()) / max(len(batch), 1)
     if "ref_log_probs" in batch:
         log_probs, ref_log_probs = batch["old_log_probs"].double(), batch["ref_log_probs"].double()
-        kl = kl_estimate(log_probs, ref_log_probs, mask, config.algorithm.kl_estimator)
+        kl = kl_estimate(log_probs, ref_log_probs, mask, algo.kl_estimator)
         metrics["kl"] = float(masked_mean(kl, mask))
-        if config.algorithm.kl_placement == "reward":
+        if algo.kl_placement == "reward":
             rewards = rewards - kl_coef * kl
     return rewards, metrics
 
@@ -96,6 +103,7 @@ def _statistics(batch: Batch, has_response: Tensor) -> dict[str, float]:
         "reward_std": masked_var(scores, everyone).sqrt(),
         "response_tokens_mean": masked_mean(lengths, everyone),
         "empty_frac": masked_mean((~has_response).double(), everyone),
+        "informative_frac": masked_mean(informative(scores, batch["group_ids"]).double(), everyone),
     }
     for name in ("advantages", "returns", "token_level_rewards"):
         values[f"{name}_mean"] = masked_mean(batch[name].double(), mask)
