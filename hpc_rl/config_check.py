@@ -41,7 +41,9 @@ def read_hf_config_file(key: str, directory: str) -> dict[str, Any]:
     path = Path(directory) / "config.json"
     if not Path(directory).is_dir():
         what = "a file" if Path(directory).exists() else "not there"
-        raise UserError(f"{key} = {directory}: is {what} (seen from {Path.cwd()}), but must be an HF directory: correct {key}")
+        raise UserError(
+            f"{key} = {directory}: is {what} (seen from {Path.cwd()}), but must be an HF directory: correct {key}"
+        )
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -6,7 +6,6 @@ is told in config_paths.py.
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import sys
 from collections.abc import Mapping, Sequence
@@ -54,7 +53,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 def dump_config(config: Config) -> str:
     """YAML text that `load_config` reads back as an equal `Config`."""
-    return dump_yaml(dataclasses.asdict(config))
+    return dump_yaml(TypeAdapter(Config).dump_python(config))
 
 
 def config_table() -> str:
@@ -86,7 +85,9 @@ def _check_keys(values: Mapping[Any, Any], where: str, prefix: str = "") -> None
         if key in SECTIONS and isinstance(value, dict):
             _check_keys(value, where, f"{key}.")
         elif key in SECTIONS:
-            raise UserError(f"{where}: {key} = {show(value)}, but {key} is a section: set one of its keys: {names_below(key)}")
+            raise UserError(
+                f"{where}: {key} = {show(value)}, but {key} is a section: set one of its keys: {names_below(key)}"
+            )
         elif key not in LEAVES:
             raise UserError(f"{where}: {key} = {show(value)}: there is no key {key}: {suggest(key, value)}")
 
@@ -105,7 +106,9 @@ def _apply(values: dict[str, Any], override: str, sources: dict[str, str]) -> No
             value = _as_text(top, value, text.strip())
         sources[top] = where
     elif top in LEAVES:
-        raise UserError(f"{where}: {top} is {type_name(LEAVES[top].annotation)} and has no keys below it: set {top} itself")
+        raise UserError(
+            f"{where}: {top} is {type_name(LEAVES[top].annotation)} and has no keys below it: set {top} itself"
+        )
     else:
         nested = value
         for name in reversed(names):

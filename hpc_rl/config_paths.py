@@ -40,7 +40,9 @@ def expand(key: str, text: str) -> str:
     expanded = os.path.expanduser(os.path.expandvars(text))
     unset = re.search(r"\$\{?(\w+)", expanded)
     if unset:
-        raise UserError(f"{key} = {text!r}: the environment variable {unset[1]} is not set: export it, or write the path")
+        raise UserError(
+            f"{key} = {text!r}: the environment variable {unset[1]} is not set: export it, or write the path"
+        )
     return expanded
 
 

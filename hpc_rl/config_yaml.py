@@ -15,13 +15,19 @@ import yaml
 from hpc_rl.errors import UserError
 
 _BOOL = re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$")
-_FLOAT = re.compile(r"^(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$")
+_FLOAT = re.compile(
+    r"^(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
+)
 _INT = re.compile(r"^[-+]?(?:[0-9]+|0x[0-9a-fA-F]+)$")
 
 
 class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers = {
-        first: [(tag, regexp) for tag, regexp in pairs if tag.rsplit(":", 1)[-1] not in ("bool", "float", "int", "timestamp")]
+        first: [
+            (tag, regexp)
+            for tag, regexp in pairs
+            if tag.rsplit(":", 1)[-1] not in ("bool", "float", "int", "timestamp")
+        ]
         for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
@@ -73,15 +79,21 @@ def read_yaml(path: Path) -> Any:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise UserError(f"config file {path}: no such file (looked in {Path.cwd()}): give the path of a YAML file") from None
+        raise UserError(
+            f"config file {path}: no such file (looked in {Path.cwd()}): give the path of a YAML file"
+        ) from None
     except UnicodeDecodeError as error:
         raise UserError(f"config file {path}: byte {error.start} is not UTF-8: save the file as UTF-8") from None
     except OSError as error:
-        raise UserError(f"config file {path}: cannot be read ({error.strerror}): give the path of a YAML file") from None
+        raise UserError(
+            f"config file {path}: cannot be read ({error.strerror}): give the path of a YAML file"
+        ) from None
     return parse_yaml(text, str(path))
 
 
 def dump_yaml(value: Any) -> str:
     """YAML text that ``parse_yaml`` reads back as the same value."""
-    text: str = yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120, default_flow_style=False)
+    text: str = yaml.dump(
+        value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120, default_flow_style=False
+    )
     return text
