@@ -37,6 +37,7 @@ class ParallelConfig:
     cp: int = Field(1, ge=1, description="context-parallel size of training")
     ep: int = Field(1, ge=1, description="expert-parallel size of training")
     sequence_parallel: bool = Field(True, description="shard activations between TP regions too (with tp > 1)")
+    offload: bool = Field(False, description="training state to host memory while generating (GPU)")
     recompute: Literal["none", "full"] = Field("none", description="recompute activations in the backward pass")
 
 
@@ -139,7 +140,6 @@ class OptimizerConfig:
     beta2: float = Field(0.999, ge=0, lt=1, description="AdamW")
     eps: float = Field(1e-8, gt=0, description="AdamW")
     clip_grad: float = Field(1.0, ge=0, description="global gradient norm; 0: no clipping")
-    distributed: bool = Field(True, description="shard optimizer states over DP ranks")
 
 
 @_frozen

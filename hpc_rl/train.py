@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from hpc_rl import rng
@@ -11,12 +9,10 @@ from hpc_rl.algo import registry
 from hpc_rl.algo.kl import KLController
 from hpc_rl.algo.step import mini_batches, policy_loss, prepare, value_loss
 from hpc_rl.batch import Batch
-from hpc_rl.build import Job, build
+from hpc_rl.build import build, make_sinks
 from hpc_rl.config import Config
-from hpc_rl.data.prompts import PromptStream
 from hpc_rl.metrics.meter import Meter
 from hpc_rl.rollout.collect import collect
-from hpc_rl.rollout.protocol import Prompt
 
 
 class RLTrainer:
@@ -33,49 +29,56 @@ class RLTrainer:
     def __init__(self, config: Config) -> None:
         registry.validate(config)
         self.config = config
-        self.job: Job = build(config)
-        self.prompts: PromptStream = self.job.prompts
+        self.job = build(config)
         self.kl = KLController(config.algorithm)
-        self.algorithm = registry.ALGORITHMS[config.algorithm.name]
+        self.meter = Meter(torch.cuda.synchronize if self.job.parallel.device.type == "cuda" else None)
         self.steps_done = 0
         self._restore()
+        self.sinks = make_sinks(config, self.job.parallel, self.steps_done)
         self._sync_weights()
 
     def train(self, max_steps: int | None = None) -> dict[str, float]:
         """Runs to ``config.steps``, or ``max_steps`` more; returns the last step's metrics."""
         last = self.config.steps if max_steps is None else min(self.config.steps, self.steps_done + max_steps)
         metrics: dict[str, float] = {}
-        with self.job.sinks as sinks:
-            for step in range(self.steps_done + 1, last + 1):
-                metrics = self.step(step)
-                self.steps_done = step
-                sinks.write(step, metrics)
-                self._save(step, is_last=step == last)
-            self.job.checkpointer.wait()
+        for step in range(self.steps_done + 1, last + 1):
+            metrics = self.step(step)
+            self.steps_done = step
+            self.sinks.write(step, metrics)
+            self._save(step, is_last=step == last)
+        self.job.checkpointer.wait()
         return metrics
 
     def step(self, step: int) -> dict[str, float]:
         """One RL step: rollouts, scores, advantages, updates of critic and actor, weights to the sampler."""
-        meter = Meter()
+        meter = self.meter
+        meter.start_step()
         with meter.phase("rollout"):
-            prompts = self.prompts.next_step()
-            batch, metrics = self._rollout(step, prompts)
+            batch, rollout_metrics = self._rollout(step)
         with meter.phase("score"):
             batch = self._score(batch)
-        batch, advantage_metrics = prepare(batch, self.config, self.kl.coef)
+        batch, metrics = prepare(batch, self.config, self.kl.coef)
         with meter.phase("update"):
-            metrics |= advantage_metrics | self._update(step, batch)
-        self.kl.update(metrics["kl"], len(batch))
+            metrics |= self._update(step, batch)
         with meter.phase("reshard"):
             metrics |= self._sync_weights(step)
-        return metrics | meter.summary(batch.num_tokens, int(batch["response_mask"].sum()))
+        metrics.setdefault("kl", 0.0)
+        metrics["kl_coef"] = self.kl.coef
+        self.kl.update(metrics["kl"], len(batch))
+        meter.add_tokens(batch.num_tokens)
+        return metrics | rollout_metrics | meter.finish_step()
+
+    def close(self) -> None:
+        """Ends the run's writers and leaves the job."""
+        self.sinks.close()
+        self.job.close()
 
     # ---- parts of a step --------------------------------------------------------------------------------------
 
-    def _rollout(self, step: int, prompts: list[Prompt]) -> tuple[Batch, dict[str, float]]:
+    def _rollout(self, step: int) -> tuple[Batch, dict[str, float]]:
         job = self.job
         job.colocation.generate()
-        return collect(job.sampler, job.reward, prompts, self.config, step, version=self.steps_done)
+        return collect(job.sampler, job.reward, job.prompts.next_step(), self.config, step)
 
     def _score(self, batch: Batch) -> Batch:
         """Adds old and reference log-probs and values, as the algorithm needs them."""
@@ -109,18 +112,15 @@ class RLTrainer:
 
     # ---- resume -----------------------------------------------------------------------------------------------
 
-    def _components(self) -> dict[str, Any]:
-        return {e.role: e for e in (self.job.actor, self.job.critic) if e is not None}
-
     def _save(self, step: int, *, is_last: bool) -> None:
         every = self.config.checkpoint.every
         if not is_last and (every == 0 or step % every):
             return
-        engines = self._components()
+        engines = self.job.trained
         states = {role: engine.state() for role, engine in engines.items()}
         extra = {
             "step": step,
-            "prompts": self.prompts.state(),
+            "prompts": self.job.prompts.state(),
             "kl": self.kl.state(),
             "engines": {role: values for role, (_, _, values) in states.items()},
         }
@@ -132,12 +132,12 @@ class RLTrainer:
         path = self.job.resume_from
         if path is None:
             return
-        engines = self._components()
+        engines = self.job.trained
         states = {role: engine.state() for role, engine in engines.items()}
         extra, per_rank = self.job.checkpointer.load(path, {role: (m, t) for role, (m, t, _) in states.items()})
         for role, engine in engines.items():
             engine.load_state(extra["engines"][role])
-        self.prompts.load_state(extra["prompts"])
+        self.job.prompts.load_state(extra["prompts"])
         self.kl.load_state(extra["kl"])
         self.steps_done = int(extra["step"])
         if per_rank is not None:

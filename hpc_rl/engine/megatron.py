@@ -14,8 +14,10 @@ from torch import Tensor
 from hpc_rl.batch import Batch
 from hpc_rl.config import Config, OptimizerConfig
 from hpc_rl.data.packing import micro_batches, partition
+from hpc_rl.engine.colocate import HostCopy
 from hpc_rl.engine.megatron_model import PackedGPT, transformer_config
 from hpc_rl.engine.megatron_optim import DistributedAdamW
+from hpc_rl.engine.megatron_state import engine_state
 from hpc_rl.engine.packed import Packed, pack
 from hpc_rl.engine.protocol import LossFn
 from hpc_rl.errors import RunError
@@ -23,7 +25,7 @@ from hpc_rl.parallel.collectives import gather_objects, merge
 from hpc_rl.parallel.megatron_cpu import cuda_as_cpu
 from hpc_rl.parallel.state import ParallelState
 from hpc_rl.tensors.canonical import ModelSpec
-from hpc_rl.tensors.megatron_map import megatron_shard_map
+from hpc_rl.tensors.megatron_map import megatron_shard_map, padded_vocab_size
 from hpc_rl.tensors.shardmap import ShardMap
 
 
@@ -43,10 +45,11 @@ class MegatronEngine:
         optimizer: OptimizerConfig | None,
         total_steps: int = 1,
     ) -> None:
-        self.role, self.spec, self.config, self.parallel = role, spec, config, state
+        self.role, self.config, self.parallel = role, config, state
+        self.spec = spec = spec.with_role("critic" if role == "critic" else "actor")
         layout = state.layout
         self.padded_vocab_size = padded_vocab_size(spec.vocab_size, layout.tp)
-        self._map = megatron_shard_map(spec, layout, state.rank, self.padded_vocab_size)
+        self._map = megatron_shard_map(spec, layout, state.rank, self.padded_vocab_size, config.model.dtype)
         with cuda_as_cpu():
             megatron_config = transformer_config(spec, config, state)
             self.module = PackedGPT(megatron_config, spec, role, state, vocab_size=self.padded_vocab_size)
@@ -54,6 +57,7 @@ class MegatronEngine:
                 self.module.cuda(state.device)
             self.module.temperature = config.rollout.temperature
             self.optimizer: DistributedAdamW | None = None
+            self._host_copy: HostCopy | None = None
             self._model: torch.nn.Module = self.module
             if optimizer is None:
                 self.module.requires_grad_(False).eval()
@@ -193,14 +197,34 @@ class MegatronEngine:
             with cuda_as_cpu():
                 self.optimizer.reload_from_parameters()
 
+    def state(self) -> tuple[ShardMap, dict[str, Tensor], dict[str, Any]]:
+        """All that a resume needs; see `megatron_state.engine_state`."""
+        return engine_state(self)
+
+    def load_state(self, values: Mapping[str, Any]) -> None:
+        """Takes the small values back, after the tensors of ``state()`` were filled in place."""
+        assert self.optimizer is not None, f"{self.role} is frozen: it has no state"
+        self.optimizer.load_state(values["optimizer"])
+
+    def offload(self) -> None:
+        """Frees the device memory of weights, gradients and optimizer states (GPU only)."""
+        if self._host_copy is None:
+            tensors = [p.data for p in self.module.parameters()]
+            if self.optimizer is not None:
+                assert isinstance(self._model, DistributedDataParallel)
+                tensors += [b.grad_data for b in self._model.buffers]
+                tensors += [t for s in self.optimizer.shards() for t in (s.main, s.exp_avg, s.exp_avg_sq)]
+            self._host_copy = HostCopy(tensors)
+        self._host_copy.offload()
+
+    def onload(self) -> None:
+        """Everything is back where it was before `offload`."""
+        if self._host_copy is not None:
+            self._host_copy.onload()
+
     def close(self) -> None:
         """Frees the model; the engine is not usable afterwards."""
         del self._model, self.module, self.optimizer
-
-
-def padded_vocab_size(vocab_size: int, tp: int, multiple: int = 64) -> int:
-    """The vocabulary rounded up so that every TP rank holds the same multiple of 64 rows."""
-    return -(-vocab_size // (multiple * tp)) * multiple * tp
 
 
 def _finalize_gradients(model: list[Any], num_tokens: Tensor | None = None, **kwargs: Any) -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from hpc_rl.engine.megatron import MegatronEngine
 from hpc_rl.tensors.shardmap import Piece, ShardMap, TensorSpec, flat_range
+
+if TYPE_CHECKING:
+    from hpc_rl.engine.megatron import MegatronEngine
 
 
 def engine_state(engine: MegatronEngine) -> tuple[ShardMap, dict[str, Tensor], dict[str, Any]]:
@@ -41,8 +42,3 @@ def engine_state(engine: MegatronEngine) -> tuple[ShardMap, dict[str, Tensor], d
     specs |= {f"{k}/{n}": TensorSpec(s.shape, "float32") for k in kinds_here for n, s in params_map.specs.items()}
     return ShardMap(specs, tuple(pieces)), tensors, {"optimizer": engine.optimizer.state()}
 
-
-def load_engine_state(engine: MegatronEngine, values: Mapping[str, Any]) -> None:
-    """Takes the small values back, after the tensors of ``engine_state`` were filled in place."""
-    assert engine.optimizer is not None
-    engine.optimizer.load_state(values["optimizer"])
