@@ -114,7 +114,7 @@ def _tokenize(records: Sequence[Record], tokenizer: Any, chat_template: str) -> 
             ids = list(ids) if is_templated else [*prefix, *ids]
             if not ids:
                 raise UserError(
-                    f"{record.where}: prompt_id {record.prompt_id} is {text!r}, which has no token: write a prompt there"
+                    f"{record.where}: prompt_id {record.prompt_id} is {text!r}, which has no token: write a prompt"
                 )
             yield record, text, ids
 
@@ -128,8 +128,8 @@ def _render(record: Record, tokenizer: Any, chat_template: str) -> str:
     if not getattr(tokenizer, "chat_template", None):
         raise UserError(
             f"{record.where}: prompt_id {record.prompt_id} needs a chat template, but the tokenizer "
-            f"{getattr(tokenizer, 'name_or_path', '')!r} has none: give it text and set data.chat_template=never, or use an "
-            "instruct model's tokenizer"
+            f"{getattr(tokenizer, 'name_or_path', '')!r} has none: give it text and set data.chat_template=never, or "
+            "use an instruct model's tokenizer"
         )
     messages = record.messages if record.messages is not None else [{"role": "user", "content": record.text}]
     try:
@@ -212,8 +212,9 @@ class PromptStream:
         if state["fingerprint"] != self._set.fingerprint:
             raise UserError(
                 f"the prompts have changed since the checkpoint (fingerprint {state['fingerprint'][:8]}, "
-                f"{state['num_prompts']} prompts; now {self._set.fingerprint[:8]}, {len(self._set)} prompts), so its place in "
-                "them means nothing: restore the prompt files, data.max_prompt_tokens and the tokenizer, or start with resume=none"
+                f"{state['num_prompts']} prompts; now {self._set.fingerprint[:8]}, {len(self._set)} prompts), so its "
+                "place in them means nothing: restore the prompt files, data.max_prompt_tokens and the tokenizer, or "
+                "start with resume=none"
             )
         for key, name, value in (("seed", "seed", self._seed), ("shuffle", "data.shuffle", self._shuffle)):
             if state[key] != value:

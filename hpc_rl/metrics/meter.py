@@ -14,7 +14,7 @@ class Meter:
     """
 
     def __init__(self, synchronize: Callable[[], None] | None = None) -> None:
-        """``synchronize`` waits for the device (``torch.cuda.synchronize``), so that a phase pays for its own kernels."""
+        """``synchronize`` waits for the device (``torch.cuda.synchronize``): a phase pays for its own kernels."""
         self._synchronize = synchronize
         self.start_step()
 

@@ -213,7 +213,8 @@ class PrometheusSink:
             self._server, self._thread = prometheus_client.start_http_server(port, registry=self._registry)
         except OSError as error:
             raise UserError(
-                f"metrics.prometheus_port = {port} cannot be served ({error.strerror}), but must be a free port: set another"
+                f"metrics.prometheus_port = {port} cannot be served ({error.strerror}), but must be a free port: set "
+                "another"
             ) from None
 
     def write(self, step: int, metrics: Metrics) -> None:
