@@ -57,7 +57,8 @@ def check_torchvision() -> None:
     if needs is not None:
         raise UserError(
             f"torchvision {torchvision.version} needs {needs}, but torch is {torch.version}, so importing transformers "
-            "would die with 'operator torchvision::nms does not exist': pip uninstall -y torchvision torchaudio torchcodec"
+            "would die with 'operator torchvision::nms does not exist': pip uninstall -y torchvision torchaudio "
+            "torchcodec"
         )
 
 
@@ -83,15 +84,16 @@ def check_device(config: Config) -> None:
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all")
     if hidden in ("", "-1"):
         raise UserError(
-            f"launch.device = cuda, but CUDA_VISIBLE_DEVICES = {hidden!r} hides every GPU: unset it, or set launch.device=cpu"
+            f"launch.device = cuda, but CUDA_VISIBLE_DEVICES = {hidden!r} hides every GPU: unset it, or set "
+            "launch.device=cpu"
         )
     if not glob.glob("/dev/nvidia[0-9]*"):
         import torch  # slow, but right where device files have other names
 
         if not torch.cuda.is_available():
             raise UserError(
-                "launch.device = cuda, but no GPU is there (no /dev/nvidia*, and torch sees none): run on a GPU node, or "
-                "set launch.device=cpu"
+                "launch.device = cuda, but no GPU is there (no /dev/nvidia*, and torch sees none): run on a GPU node, "
+                "or set launch.device=cpu"
             )
 
 
@@ -102,11 +104,13 @@ def check_outputs(config: Config) -> None:
         _check_writable(path)
     for name in ("config.yaml", "metrics.jsonl"):
         if (run_dir / name).exists() and not os.access(run_dir / name, os.W_OK):
-            raise UserError(f"{run_dir / name}: may not be written by this user: correct its owner, or set another run.dir")
+            raise UserError(
+                f"{run_dir / name}: may not be written by this user: correct its owner, or set another run.dir"
+            )
     if config.resume not in ("none", "auto") and not Path(config.resume).is_dir():
         raise UserError(
-            f"resume = {config.resume}: no such directory (seen from {Path.cwd()}), but must be none, auto or a checkpoint "
-            "directory: correct it, or use resume=auto"
+            f"resume = {config.resume}: no such directory (seen from {Path.cwd()}), but must be none, auto or a "
+            "checkpoint directory: correct it, or use resume=auto"
         )
 
 

@@ -59,9 +59,9 @@ def _check_other(key: str, directory: str, facts: TokenizerFacts, tokenizer_dir:
     if different:
         token = different[0]
         raise UserError(
-            f"{key} = {directory}: its vocabulary is not that of {tokenizer_dir} ({len(different)} tokens differ, {token!r} "
-            f"has id {vocab.get(token)} there and {facts.vocab.get(token)} here), but both read the same tokens: use a model of "
-            "the same family"
+            f"{key} = {directory}: its vocabulary is not that of {tokenizer_dir} ({len(different)} tokens differ, "
+            f"{token!r} has id {vocab.get(token)} there and {facts.vocab.get(token)} here), but both read the same "
+            "tokens: use a model of the same family"
         )
 
 
@@ -76,8 +76,8 @@ def _check_vocab(key: str, hf_config: Mapping[str, Any], facts: TokenizerFacts, 
     vocab_size = hf_config["vocab_size"]
     if facts.num_ids > vocab_size:
         raise UserError(
-            f"{key}: vocab_size is {vocab_size}, but the tokenizer {tokenizer_dir} has ids up to {facts.num_ids - 1}: use the "
-            "tokenizer that belongs to the model"
+            f"{key}: vocab_size is {vocab_size}, but the tokenizer {tokenizer_dir} has ids up to {facts.num_ids - 1}: "
+            "use the tokenizer that belongs to the model"
         )
 
 
@@ -90,8 +90,8 @@ def check_weights(key: str, directory: Path, hf_config: Mapping[str, Any]) -> No
     expected = [hf_config["vocab_size"], hf_config["hidden_size"]]
     if shape is not None and shape != expected:
         raise UserError(
-            f"{key} = {directory}: {EMBEDDING} is {shape}, but config.json says [vocab_size, hidden_size] = {expected}: "
-            "the weights and config.json are of different models: fetch both again"
+            f"{key} = {directory}: {EMBEDDING} is {shape}, but config.json says [vocab_size, hidden_size] = "
+            f"{expected}: the weights and config.json are of different models: fetch both again"
         )
 
 

@@ -58,8 +58,8 @@ def tokenizer_facts(key: str, directory: str) -> TokenizerFacts:
         raise _no_eos(key, directory)
     if eos_token not in vocab:
         raise UserError(
-            f"{key} = {directory}: the tokenizer's eos_token is {eos_token!r}, which is not in its vocabulary: name one "
-            "of its tokens in tokenizer_config.json"
+            f"{key} = {directory}: the tokenizer's eos_token is {eos_token!r}, which is not in its vocabulary: name "
+            "one of its tokens in tokenizer_config.json"
         )
     return TokenizerFacts(vocab, eos_token)
 
@@ -103,8 +103,8 @@ def _load(key: str, directory: str) -> Any:
 
 def _no_eos(key: str, directory: str) -> UserError:
     return UserError(
-        f"{key} = {directory}: the tokenizer has no eos_token, but a response must be able to end: set eos_token in its "
-        "tokenizer_config.json"
+        f"{key} = {directory}: the tokenizer has no eos_token, but a response must be able to end: set eos_token in "
+        "its tokenizer_config.json"
     )
 
 
