@@ -55,7 +55,7 @@ class ShardMap:
 
 
 def view(piece: Piece, local: Any) -> Any:
-    """The strided view of ``local`` (contiguous torch tensor) that ``piece`` describes; writing to it writes the shard."""
+    """The strided view of ``local`` (contiguous torch tensor) that ``piece`` describes; writing to it writes it."""
     assert local.is_contiguous(), f"{piece.local} must be contiguous"
     return local.view(-1).as_strided(piece.shape, piece.strides, local.storage_offset() + piece.offset)
 
