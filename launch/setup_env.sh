@@ -68,8 +68,8 @@ pip() { # PIP ARGUMENT...: quiet, with a counter on a terminal
     local counter='/^Collecting/ {n++; if (n % 5 == 0) printf "\r        %d packages fetched", n; fflush()}
                    /^Installing collected/ {printf "\r        %d packages fetched, installing ...", n; fflush()}
                    END {if (n) printf "\r\033[K"}'
-    [ -t 1 ] || counter=''
-    "$VENV/bin/python" -m pip --disable-pip-version-check --no-input install --progress-bar off "$@" 2>&1 |
+    [ -t 1 ] || counter='{ next }'
+    "$VENV/bin/python" -m pip --disable-pip-version-check --no-input install --no-compile --progress-bar off "$@" 2>&1 |
         tee -a "$LOG" | awk "$counter" || explain
 }
 
@@ -127,6 +127,8 @@ for e in ${EXTRAS[@]+"${EXTRAS[@]}"}; do pip --no-deps -r "requirements/$e.txt";
 DS_BUILD_OPS=0 pip --no-deps --no-build-isolation -r requirements/source.txt
 say "packages of requirements/source.txt, built here"
 pip --no-deps --no-build-isolation --config-settings editable_mode=compat -e .
+"$VENV/bin/python" -m compileall -q -j 0 "$VENV"/lib/python3*/site-packages > /dev/null 2>&1 || true # some hold templates
+say "byte code"
 check_imports
 echo "$KEY" > "$STAMP"
 say "done; activate with: source .venv/bin/activate"
