@@ -36,7 +36,7 @@ def engine_state(engine: MegatronEngine) -> tuple[ShardMap, dict[str, Tensor], d
             kinds["main"] = shard.main
         for kind, tensor in kinds.items():
             key = f"{kind}/{local}"
-            parts = [q for p in by_local[local] for q in flat_range(p, shard.begin, shard.end, key, 0)]
+            parts = [q for p in by_local.get(local, []) for q in flat_range(p, shard.begin, shard.end, key, 0)]
             pieces += [replace(q, name=f"{kind}/{q.name}") for q in parts]
             tensors[key] = tensor
             if missing := tensor.numel() - sum(q.numel for q in parts):
