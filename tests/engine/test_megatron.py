@@ -143,4 +143,4 @@ def test_nan_loss_stops_before_the_weights_change(llama: Truth, layout: str) -> 
     world_size, parallel = LAYOUTS[layout]
     for message, weights_unchanged in run_ranks(world_size, nan_step, llama, config_of(60, **parallel)):
         assert weights_unchanged
-        assert "actor: loss is nan" in message and "loss of prompts [0]" in message, message
+        assert "actor: loss is nan" in message and "rank 0: loss of prompts [0" in message, message
