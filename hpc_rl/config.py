@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
-_frozen = dataclass(frozen=True, config=ConfigDict(extra="forbid", strict=False))
+_frozen = dataclass(frozen=True, config=ConfigDict(extra="forbid", strict=False, allow_inf_nan=False))
 
 
 def section(factory: Any) -> Any:
@@ -37,6 +37,7 @@ class ParallelConfig:
     cp: int = Field(1, ge=1, description="context-parallel size of training")
     ep: int = Field(1, ge=1, description="expert-parallel size of training")
     sequence_parallel: bool = Field(True, description="shard activations between TP regions too (with tp > 1)")
+    offload: bool = Field(False, description="training state to host memory while generating (GPU)")
     recompute: Literal["none", "full"] = Field("none", description="recompute activations in the backward pass")
 
 
@@ -108,6 +109,23 @@ class AlgorithmConfig:
     mini_batches: int = Field(1, ge=1, description="optimizer steps per pass")
     micro_batch_tokens: int = Field(16384, ge=1, description="token budget of a micro-batch per rank")
     critic_warmup_steps: int = Field(0, ge=0, description="steps in which only the critic learns")
+    kl_straight_through: bool = Field(False, description="KL loss keeps its estimator's value and takes k2's (unbiased) gradient")
+    sapo_tau_positive: float = Field(1.0, gt=0, description="SAPO: temperature of the gate where the advantage is positive")
+    sapo_tau_negative: float = Field(1.05, gt=0, description="SAPO: temperature of the gate elsewhere")
+    overlong_buffer_tokens: int = Field(0, ge=0, description="DAPO: last tokens before the length limit that cost reward; 0: off")
+    overlong_penalty: float = Field(1.0, ge=0, description="DAPO: reward lost at the length limit, rising linearly over the buffer")
+    correction: Literal["none", "tis-token", "tis-sequence", "icepop-token", "icepop-sequence"] = Field(
+        "none", description="weights trainer / sampler probability: truncated at the top (tis), or 0 outside the bounds (icepop)"
+    )
+    correction_low: float = Field(0.5, ge=0, description="icepop: smaller ratios weigh 0")
+    correction_high: float = Field(2.0, gt=0, description="tis: bound of the weight; icepop: larger ratios weigh 0")
+    correction_normalize: bool = Field(False, description="divide the weights by their mean over the step")
+    reject: Literal[
+        "none", "token-k1", "token-k2", "token-k3", "seq-sum-k1", "seq-sum-k2", "seq-sum-k3",
+        "seq-mean-k1", "seq-mean-k2", "seq-mean-k3", "seq-max-k2", "seq-max-k3",
+    ] = Field("none", description="leave out tokens or sequences whose trainer / sampler mismatch is large; seq-mean-k1: geometric mean")  # fmt: skip
+    reject_low: float = Field(0.5, ge=0, description="k1: smallest trainer / sampler ratio kept")
+    reject_high: float = Field(2.0, gt=0, description="k1: largest ratio kept; k2, k3: largest divergence kept")
 
 
 @_frozen
@@ -122,7 +140,6 @@ class OptimizerConfig:
     beta2: float = Field(0.999, ge=0, lt=1, description="AdamW")
     eps: float = Field(1e-8, gt=0, description="AdamW")
     clip_grad: float = Field(1.0, ge=0, description="global gradient norm; 0: no clipping")
-    distributed: bool = Field(True, description="shard optimizer states over DP ranks")
 
 
 @_frozen
