@@ -75,17 +75,17 @@ def check_device(config: Config) -> None:
     """Refuses ``launch.device=cuda`` where no GPU can be used. Raises UserError."""
     if config.launch.device != "cuda":
         return
-    version = importlib.metadata.version("torch")
-    if version.endswith("+cpu"):
-        raise UserError(
-            f"launch.device = cuda, but the installed torch {version} is a CPU build: install the requirements for GPUs, "
-            "or set launch.device=cpu"
-        )
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all")
     if hidden in ("", "-1"):
         raise UserError(
             f"launch.device = cuda, but CUDA_VISIBLE_DEVICES = {hidden!r} hides every GPU: unset it, or set "
             "launch.device=cpu"
+        )
+    version = importlib.metadata.version("torch")
+    if version.endswith("+cpu"):
+        raise UserError(
+            f"launch.device = cuda, but the installed torch {version} is a CPU build: install the GPU requirements, "
+            "or set launch.device=cpu"
         )
     if not glob.glob("/dev/nvidia[0-9]*"):
         import torch  # slow, but right where device files have other names
