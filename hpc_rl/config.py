@@ -156,6 +156,19 @@ class CheckpointConfig:
     keep_every: int = Field(0, ge=0, description="also keep those whose step is a multiple; 0: none")
     asynchronous: bool = Field(True, description="write in the background")
     rollouts: bool = Field(True, description="keep every rollout in RUN/rollouts")
+    keep_best: str | None = Field(None, description="also keep the checkpoint with the highest value of this metric")
+    on_error: Literal["stop", "continue"] = Field("stop", description="a failed write: stop the run, or warn and go on")
+
+
+@_frozen
+class StorageConfig:
+    files_per_node: int = Field(0, ge=0, description="shard files per node; 0: one per rank")
+    alignment_bytes: int = Field(1 << 20, ge=4096, description="datasets of a large shard file begin at multiples of this")
+    page_bytes: int = Field(0, ge=0, description="HDF5 page size of index.h5; 0: no paging")
+    direct_io: bool = Field(True, description="bypass the page cache where the file system can")
+    stripe_count: int = Field(-1, ge=-1, description="Lustre stripes of a shard file (lfs setstripe -c); -1: all")
+    stage_dir: str | None = Field(None, description="node-local directory: shards go there first, then to the run in the background")
+    driver: Literal["posix", "mpio"] = Field("posix", description="mpio: one shared shard file through parallel HDF5")
 
 
 @_frozen
@@ -184,4 +197,5 @@ class Config:
     critic: OptimizerConfig = section(OptimizerConfig)
     reshard: ReshardConfig = section(ReshardConfig)
     checkpoint: CheckpointConfig = section(CheckpointConfig)
+    storage: StorageConfig = section(StorageConfig)
     metrics: MetricsConfig = section(MetricsConfig)
