@@ -109,13 +109,13 @@ class AlgorithmConfig:
     mini_batches: int = Field(1, ge=1, description="optimizer steps per pass")
     micro_batch_tokens: int = Field(16384, ge=1, description="token budget of a micro-batch per rank")
     critic_warmup_steps: int = Field(0, ge=0, description="steps in which only the critic learns")
-    kl_straight_through: bool = Field(False, description="KL loss keeps its estimator's value and takes k2's (unbiased) gradient")
-    sapo_tau_positive: float = Field(1.0, gt=0, description="SAPO: temperature of the gate where the advantage is positive")
-    sapo_tau_negative: float = Field(1.05, gt=0, description="SAPO: temperature of the gate elsewhere")
-    overlong_buffer_tokens: int = Field(0, ge=0, description="DAPO: last tokens before the length limit that cost reward; 0: off")
-    overlong_penalty: float = Field(1.0, ge=0, description="DAPO: reward lost at the length limit, rising linearly over the buffer")
+    kl_straight_through: bool = Field(False, description="KL loss: value of its estimator, gradient of k2 (unbiased)")
+    sapo_tau_positive: float = Field(1.0, gt=0, description="SAPO: gate temperature, positive advantages")
+    sapo_tau_negative: float = Field(1.05, gt=0, description="SAPO: gate temperature, other advantages")
+    overlong_buffer_tokens: int = Field(0, ge=0, description="DAPO: tokens before the length limit that cost reward")
+    overlong_penalty: float = Field(1.0, ge=0, description="DAPO: reward lost at the limit, linear over the buffer")
     correction: Literal["none", "tis-token", "tis-sequence", "icepop-token", "icepop-sequence"] = Field(
-        "none", description="weights trainer / sampler probability: truncated at the top (tis), or 0 outside the bounds (icepop)"
+        "none", description="loss weights trainer / sampler: at most the bound (tis), or 0 outside the bounds (icepop)"
     )
     correction_low: float = Field(0.5, ge=0, description="icepop: smaller ratios weigh 0")
     correction_high: float = Field(2.0, gt=0, description="tis: bound of the weight; icepop: larger ratios weigh 0")
@@ -123,7 +123,7 @@ class AlgorithmConfig:
     reject: Literal[
         "none", "token-k1", "token-k2", "token-k3", "seq-sum-k1", "seq-sum-k2", "seq-sum-k3",
         "seq-mean-k1", "seq-mean-k2", "seq-mean-k3", "seq-max-k2", "seq-max-k3",
-    ] = Field("none", description="leave out tokens or sequences whose trainer / sampler mismatch is large; seq-mean-k1: geometric mean")  # fmt: skip
+    ] = Field("none", description="leaves tokens or sequences out; seq-mean-k1: geometric mean of the ratio")  # fmt: skip
     reject_low: float = Field(0.5, ge=0, description="k1: smallest trainer / sampler ratio kept")
     reject_high: float = Field(2.0, gt=0, description="k1: largest ratio kept; k2, k3: largest divergence kept")
 

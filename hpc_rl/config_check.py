@@ -23,7 +23,7 @@ def cross_check(config: Config, world_size: int, hf_config: Mapping[str, Any] | 
     Raises:
         UserError: one line with the values, the rule and the fix.
     """
-    _check_model_keys(config)
+    check_model_keys(config)
     _check_layout(config, world_size)
     _check_algorithm(config)
     _check_model_sizes(config, read_hf_config(config) if hf_config is None else hf_config)
@@ -62,7 +62,8 @@ def _one_line(error: Exception) -> str:
     return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
-def _check_model_keys(config: Config) -> None:
+def check_model_keys(config: Config) -> None:
+    """Refuses a configuration that names no model, two models, no tokenizer or no prompts. Raises UserError."""
     model = config.model
     if model.path is None and model.config is None:
         raise UserError("model.path and model.config are both null: set model.path to an HF directory")
@@ -110,15 +111,16 @@ def _check_algorithm(config: Config) -> None:
     sequences = data.prompts_per_step * config.rollout.samples_per_prompt
     if sequences % algorithm.mini_batches:
         raise UserError(
-            f"algorithm.mini_batches = {algorithm.mini_batches} must divide the sequences of a step, data.prompts_per_step"
-            f" * rollout.samples_per_prompt = {data.prompts_per_step} * {config.rollout.samples_per_prompt} = {sequences}: "
-            f"set algorithm.mini_batches to {_one_of(_divisors(sequences))}"
+            f"algorithm.mini_batches = {algorithm.mini_batches} must divide the sequences of a step, "
+            f"data.prompts_per_step * rollout.samples_per_prompt = {data.prompts_per_step} * "
+            f"{config.rollout.samples_per_prompt} = {sequences}: set algorithm.mini_batches to "
+            f"{_one_of(_divisors(sequences))}"
         )
     for role, optimizer in (("actor", config.actor), ("critic", config.critic)):
         if optimizer.decay != "constant" and optimizer.min_lr > optimizer.lr:
             raise UserError(
-                f"{role}.min_lr = {optimizer.min_lr} is above {role}.lr = {optimizer.lr}, but the rate decays from lr to "
-                f"min_lr: set {role}.min_lr to at most {optimizer.lr}"
+                f"{role}.min_lr = {optimizer.min_lr} is above {role}.lr = {optimizer.lr}, but the rate decays from lr "
+                f"to min_lr: set {role}.min_lr to at most {optimizer.lr}"
             )
         if optimizer.decay_steps is not None and optimizer.decay_steps <= optimizer.warmup_steps:
             raise UserError(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import yaml
 
@@ -21,13 +21,12 @@ _FLOAT = re.compile(
 _INT = re.compile(r"^[-+]?(?:[0-9]+|0x[0-9a-fA-F]+)$")
 
 
+_REPLACED = tuple(f"tag:yaml.org,2002:{kind}" for kind in ("bool", "float", "int", "timestamp"))
+
+
 class _Loader(yaml.SafeLoader):
-    yaml_implicit_resolvers = {
-        first: [
-            (tag, regexp)
-            for tag, regexp in pairs
-            if tag.rsplit(":", 1)[-1] not in ("bool", "float", "int", "timestamp")
-        ]
+    yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {
+        first: [(tag, regexp) for tag, regexp in pairs if tag not in _REPLACED]
         for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
@@ -57,16 +56,23 @@ _Loader.add_constructor("tag:yaml.org,2002:int", _int)
 
 class _Dumper(yaml.SafeDumper):
     # The implicit resolvers decide which strings must be quoted, so they must be those of the loader.
-    yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
+    yaml_implicit_resolvers: ClassVar[dict[str, Any]] = _Loader.yaml_implicit_resolvers
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
+
+    def represent_text(self, data: str) -> Any:
+        # The other quotes fold line breaks and their kin (U+0085) into spaces.
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style=None if data.isprintable() else '"')
+
+
+_Dumper.add_representer(str, _Dumper.represent_text)
 
 
 def parse_yaml(text: str, where: str) -> Any:
     """The value that ``text`` holds. Raises UserError naming ``where`` and the line."""
     try:
-        return yaml.load(text, _Loader)  # noqa: S506  (a SafeLoader)
+        return yaml.load(text, _Loader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f" line {mark.line + 1}" if mark is not None else ""

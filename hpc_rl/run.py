@@ -29,7 +29,10 @@ def run_train(path: Path, overrides: Sequence[str]) -> int:
     if not launched and config.launch.nproc > 1:
         argv = [sys.executable, "-m", "hpc_rl.cli", "train", str(path), *overrides]
         return run_local(
-            config.launch.nproc, argv, log_dir=Path(config.run.dir) / "logs", threads=config.launch.threads
+            config.launch.nproc,
+            argv,
+            log_dir=Path(config.run.dir) / "logs",
+            env={"OMP_NUM_THREADS": str(config.launch.threads)},
         )
     return train_here(config)
 

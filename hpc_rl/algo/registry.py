@@ -50,8 +50,8 @@ ALGORITHMS: dict[str, Algorithm] = {
         needs_groups=True, uses_clip_dual=True, defaults={**_NO_KL, "aggregation": "seq-mean-token-sum-norm"},
     ),
     "rloo": Algorithm(
-        "RLOO: outcome against the others of its group, KL in the reward", adapters.group_level(adv.rloo), adapters.ppo_loss,
-        needs_groups=True, uses_clip_dual=True, defaults={"aggregation": "seq-mean-token-sum"},
+        "RLOO: outcome against the others of its group, KL in the reward", adapters.group_level(adv.rloo),
+        adapters.ppo_loss, needs_groups=True, uses_clip_dual=True, defaults={"aggregation": "seq-mean-token-sum"},
     ),
     "reinforce_plus_plus": Algorithm(
         "REINFORCE++: discounted return, whitened over the step", adapters.reinforce_plus_plus, adapters.ppo_loss,
@@ -90,7 +90,8 @@ ALGORITHMS: dict[str, Algorithm] = {
         needs_groups=True, clips="none", defaults={**_NO_KL, "aggregation": "seq-mean-token-mean"},
     ),
     "reinforce": Algorithm(
-        "REINFORCE: discounted return, no baseline", adapters.reinforce, adapters.reinforce_loss, uses_gamma=True, clips="none",
+        "REINFORCE: discounted return, no baseline", adapters.reinforce, adapters.reinforce_loss,
+        uses_gamma=True, clips="none",
     ),
 }  # fmt: skip
 
@@ -171,13 +172,13 @@ def _clip(config: Config, algo: Algorithm) -> None:
         raise UserError("algorithm.clip_low=0 and clip_high=0 leave the ratio no room: raise one of them")
     if algo.clips == "ratio" and a.clip_low > a.clip_high:
         raise UserError(
-            f"algorithm.clip_low={a.clip_low} is above clip_high={a.clip_high}, but the upper bound must leave at least "
-            "as much room: swap them"
+            f"algorithm.clip_low={a.clip_low} is above clip_high={a.clip_high}, but the upper side must leave at "
+            "least as much room: swap them"
         )
     if algo.clips == "ratio" and a.clip_low >= 1:
         raise UserError(
-            f"algorithm.clip_low={a.clip_low} lets the ratio fall to {1 - a.clip_low:g}, but a ratio is above 0: set it "
-            "below 1 (it is a distance from 1, not a bound)"
+            f"algorithm.clip_low={a.clip_low} lets the ratio fall to {1 - a.clip_low:g}, but a ratio is above 0: set "
+            "it below 1 (it is a distance from 1, not a bound)"
         )
 
 
@@ -213,7 +214,8 @@ def _lengths(config: Config, algo: Algorithm) -> None:
     buffer, limit = config.algorithm.overlong_buffer_tokens, config.rollout.max_response_tokens
     if buffer > limit:
         raise UserError(
-            f"algorithm.overlong_buffer_tokens={buffer} is above rollout.max_response_tokens={limit}: set it to a part of it"
+            f"algorithm.overlong_buffer_tokens={buffer} is above rollout.max_response_tokens={limit}: "
+            "set it to a part of it"
         )
 
 

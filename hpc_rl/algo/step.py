@@ -27,7 +27,8 @@ def prepare(batch: Batch, config: Config, kl_coef: float) -> tuple[Batch, dict[s
 
     Args:
         batch: the whole step (the same on every rank): response_mask, token_level_scores, rollout_log_probs,
-            old_log_probs [N], group_ids, scores [B]; as the algorithm asks, ref_log_probs, values [N], baseline_scores [B].
+            old_log_probs [N], group_ids, scores [B]; as the algorithm asks, ref_log_probs, values [N],
+            baseline_scores [B].
         config: the run's.
         kl_coef: the current coefficient.
     Returns: the batch with token_level_rewards, advantages, returns [N] (zeros outside the mask; dtype of

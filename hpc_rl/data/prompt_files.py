@@ -1,4 +1,4 @@
-"""Reads prompt files: JSONL or Parquet, checked line by line. Imports no torch, so that it is cheap to check them early.
+"""Reads prompt files, JSONL or Parquet, and checks each line. Imports no torch: checking them early is cheap.
 
 One record: ``{"prompt_id": 1, "text": "..."}``, or ``"messages": [{"role": "user", "content": "..."}]`` in place of the
 text; all other fields are handed to the reward function as they are.
@@ -66,7 +66,8 @@ def read_records(
             records.append(record)
     if not records:
         raise UserError(
-            f"{', '.join(files) or 'data.prompts'}: holds 0 prompts, but needs at least 1: add prompts, or name another file"
+            f"{', '.join(files) or 'data.prompts'}: holds 0 prompts, but needs at least 1: add prompts, or name "
+            "another file"
         )
     return records
 
@@ -158,8 +159,8 @@ def _record(where: str, values: Any, required: Sequence[str]) -> Record:
     for name in required:
         if fields.get(name) is None:
             raise UserError(
-                f"{where}: the field {name} is missing (fields: {_names(values)}), but reward.function needs it: add it, "
-                "or use another reward function"
+                f"{where}: the field {name} is missing (fields: {_names(values)}), but reward.function needs it: add "
+                "it, or use another reward function"
             )
     return Record(prompt_id, text, messages, fields, where)
 

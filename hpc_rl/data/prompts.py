@@ -65,19 +65,6 @@ class PromptSet(Sequence[Prompt]):
                 "data.overlong is drop: raise data.max_prompt_tokens, or set data.overlong=cut"
             )
 
-    @staticmethod
-    def from_config(
-        config: Config, tokenizer: Any, required: Sequence[str] = (), evaluation: bool = False
-    ) -> PromptSet:
-        """The prompts of ``data.prompts`` (or ``data.eval_prompts``). Raises UserError."""
-        data = config.data
-        key = "data.eval_prompts" if evaluation else "data.prompts"
-        paths = data.eval_prompts if evaluation else data.prompts
-        if not paths:
-            raise UserError(f"{key} is null: set it to a JSONL or Parquet file")
-        records = read_records(paths, data.format, required)
-        return PromptSet(records, tokenizer, data.max_prompt_tokens, data.overlong, data.chat_template)
-
     def __len__(self) -> int:
         return len(self._prompts)
 
@@ -101,6 +88,26 @@ class PromptSet(Sequence[Prompt]):
         return self._prompts[index][0]
 
 
+def load_prompts(config: Config, tokenizer: Any, required: Sequence[str] = (), evaluation: bool = False) -> PromptSet:
+    """The prompts of ``data.prompts`` (or ``data.eval_prompts``); print its ``summary()``.
+
+    Args:
+        config: the configuration.
+        tokenizer: the run's HF tokenizer.
+        required: fields that each prompt must have (`RewardFunction.required_fields`).
+        evaluation: read the held-out prompts.
+
+    Raises:
+        UserError: one line with the value, the rule and the fix.
+    """
+    data = config.data
+    key, paths = ("data.eval_prompts", data.eval_prompts) if evaluation else ("data.prompts", data.prompts)
+    if not paths:
+        raise UserError(f"{key} is null, but prompts are needed: set it to a JSONL or Parquet file")
+    records = read_records(paths, data.format, required)
+    return PromptSet(records, tokenizer, data.max_prompt_tokens, data.overlong, data.chat_template)
+
+
 def _tokenize(records: Sequence[Record], tokenizer: Any, chat_template: str) -> Iterable[tuple[Record, str, list[int]]]:
     prefix = _leading_special_tokens(tokenizer)
     for start in range(0, len(records), _TOKENIZE_AT_ONCE):
@@ -114,7 +121,7 @@ def _tokenize(records: Sequence[Record], tokenizer: Any, chat_template: str) -> 
             ids = list(ids) if is_templated else [*prefix, *ids]
             if not ids:
                 raise UserError(
-                    f"{record.where}: prompt_id {record.prompt_id} is {text!r}, which has no token: write a prompt there"
+                    f"{record.where}: prompt_id {record.prompt_id} is {text!r}, which has no token: write a prompt"
                 )
             yield record, text, ids
 
@@ -128,8 +135,8 @@ def _render(record: Record, tokenizer: Any, chat_template: str) -> str:
     if not getattr(tokenizer, "chat_template", None):
         raise UserError(
             f"{record.where}: prompt_id {record.prompt_id} needs a chat template, but the tokenizer "
-            f"{getattr(tokenizer, 'name_or_path', '')!r} has none: give it text and set data.chat_template=never, or use an "
-            "instruct model's tokenizer"
+            f"{getattr(tokenizer, 'name_or_path', '')!r} has none: give it text and set data.chat_template=never, or "
+            "use an instruct model's tokenizer"
         )
     messages = record.messages if record.messages is not None else [{"role": "user", "content": record.text}]
     try:
@@ -212,8 +219,9 @@ class PromptStream:
         if state["fingerprint"] != self._set.fingerprint:
             raise UserError(
                 f"the prompts have changed since the checkpoint (fingerprint {state['fingerprint'][:8]}, "
-                f"{state['num_prompts']} prompts; now {self._set.fingerprint[:8]}, {len(self._set)} prompts), so its place in "
-                "them means nothing: restore the prompt files, data.max_prompt_tokens and the tokenizer, or start with resume=none"
+                f"{state['num_prompts']} prompts; now {self._set.fingerprint[:8]}, {len(self._set)} prompts), so its "
+                "place in them means nothing: restore the prompt files, data.max_prompt_tokens and the tokenizer, or "
+                "start with resume=none"
             )
         for key, name, value in (("seed", "seed", self._seed), ("shuffle", "data.shuffle", self._shuffle)):
             if state[key] != value:

@@ -131,11 +131,12 @@ class MegatronEngine:
     def _schedule(self, step: Any, batch: Batch, shares: Sequence[Sequence[int]], *, forward_only: bool) -> list[Any]:
         p = self.parallel
         multiple_of = p.layout.tp if self.module.config.sequence_parallel else 1
+        padded = p.device.type == "cpu" or self.config.model.dtype == "float32"  # the varlen kernel knows 16 bits only
 
         def feed() -> Iterator[tuple[Batch, Packed]]:
             for indices in shares:
                 micro = batch.select(indices)
-                yield micro.to(p.device), pack(micro, p.device, multiple_of)
+                yield micro.to(p.device), pack(micro, p.device, multiple_of, padded)
 
         return get_forward_backward_func()(
             forward_step_func=step,

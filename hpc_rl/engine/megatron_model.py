@@ -65,7 +65,7 @@ def _varlen_attention(q: Tensor, k: Tensor, v: Tensor, p: Packed, scale: float |
 
     if k.shape[1] != q.shape[1]:  # head h of a group attends with key head h // (heads / groups)
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-    return varlen_attn(q, k, v, p.cu_seqlens, p.cu_seqlens, p.max_seqlen, p.max_seqlen, is_causal=True, scale=scale)
+    return varlen_attn(q, k, v, p.cu_seqlens, p.cu_seqlens, p.max_seqlen, p.max_seqlen, scale=scale, window_size=(-1, 0))
 
 
 class Rotary(torch.nn.Module):

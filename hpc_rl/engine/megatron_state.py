@@ -25,6 +25,7 @@ def engine_state(engine: MegatronEngine) -> tuple[ShardMap, dict[str, Tensor], d
     pieces = [replace(p, name=f"param/{p.name}", local=f"param/{p.local}") for p in params_map.pieces]
     tensors = {f"param/{n}": t for n, t in params.items()}
     names = {id(p): n for n, p in engine.module.named_parameters()}
+    padding = {f"param/{n}": count for n, count in params_map.padding.items()}
     by_local: dict[str, list[Piece]] = {}
     for piece in params_map.pieces:
         by_local.setdefault(piece.local, []).append(piece)
@@ -34,11 +35,13 @@ def engine_state(engine: MegatronEngine) -> tuple[ShardMap, dict[str, Tensor], d
         if shard.main.dtype != shard.param.dtype:
             kinds["main"] = shard.main
         for kind, tensor in kinds.items():
-            tensors[f"{kind}/{local}"] = tensor
-            for piece in by_local.get(local, []):
-                for part in flat_range(piece, shard.begin, shard.end, f"{kind}/{local}", 0):
-                    pieces.append(replace(part, name=f"{kind}/{part.name}"))
+            key = f"{kind}/{local}"
+            parts = [q for p in by_local.get(local, []) for q in flat_range(p, shard.begin, shard.end, key, 0)]
+            pieces += [replace(q, name=f"{kind}/{q.name}") for q in parts]
+            tensors[key] = tensor
+            if missing := tensor.numel() - sum(q.numel for q in parts):
+                padding[key] = missing  # pad rows of the vocabulary, of no meaning
     kinds_here = ["exp_avg", "exp_avg_sq"] + (["main"] if engine.config.model.dtype != "float32" else [])
     specs |= {f"{k}/{n}": TensorSpec(s.shape, "float32") for k in kinds_here for n, s in params_map.specs.items()}
-    return ShardMap(specs, tuple(pieces)), tensors, {"optimizer": engine.optimizer.state()}
+    return ShardMap(specs, tuple(pieces), padding), tensors, {"optimizer": engine.optimizer.state()}
 

@@ -22,8 +22,8 @@ class Packed:
     position_ids: Tensor  # int64 [1, t]
     cu_seqlens: Tensor  # int32 [b + 1], device
     max_seqlen: int
-    pad_index: Tensor | None  # int64 [b * max_seqlen], CPU only: padded slot -> token (t for an empty slot)
-    token_index: Tensor | None  # int64 [t], CPU only: token -> padded slot
+    pad_index: Tensor | None  # int64 [b * max_seqlen]: padded slot -> token (t for an empty slot); None: varlen kernel
+    token_index: Tensor | None  # int64 [t]: token -> padded slot
     predict_from: Tensor  # int64 [m]: position whose hidden state predicts each counted token
     predict_at: Tensor  # int64 [m]: position of each counted token
     targets: Tensor  # int64 [m]: the counted tokens
@@ -35,10 +35,11 @@ class Packed:
         return self.cu_seqlens.numel() - 1
 
 
-def pack(batch: Batch, device: torch.device, multiple_of: int) -> Packed:
+def pack(batch: Batch, device: torch.device, multiple_of: int, padded: bool) -> Packed:
     """Packs a micro-batch. A dummy sequence at the end rounds the length up to ``multiple_of`` (at least one token).
 
-    Counted tokens are those of the response mask; a response token always has a token before it.
+    Counted tokens are those of the response mask; a response token always has a token before it. ``padded``: for
+    attention on padded rows (CPU, float32), else for the varlen kernel.
     """
     lengths = batch.lengths
     total = max(1, batch.num_tokens)
@@ -52,7 +53,7 @@ def pack(batch: Batch, device: torch.device, multiple_of: int) -> Packed:
     input_ids = torch.cat([batch["input_ids"], zeros]) if len(batch) else zeros
     position_ids = torch.cat([batch["position_ids"], zeros]) if len(batch) else zeros
     pad_index = token_index = None
-    if device.type == "cpu":
+    if padded:
         t = int(cu_seqlens[-1])
         start = torch.arange(len(lengths)) * max_seqlen
         token_index = torch.arange(t) + (start - cu_seqlens[:-1]).repeat_interleave(lengths)
@@ -67,8 +68,8 @@ def pack(batch: Batch, device: torch.device, multiple_of: int) -> Packed:
         position_ids=send(position_ids[None]),
         cu_seqlens=send(cu_seqlens.to(torch.int32)),
         max_seqlen=max_seqlen,
-        pad_index=pad_index,
-        token_index=token_index,
+        pad_index=send(pad_index) if pad_index is not None else None,
+        token_index=send(token_index) if token_index is not None else None,
         predict_from=send(predict_at - 1),
         predict_at=send(predict_at),
         targets=send(input_ids[predict_at]),

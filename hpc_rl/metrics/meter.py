@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
 class Meter:
-    """One rank's figures of the step in progress.
+    """One rank's figures of one step; make a new one for each step. The clock starts with it.
 
     Units are in the names it reports: ``step_seconds``, ``seconds/PHASE``, ``tokens_per_second``.
     """
 
     def __init__(self, synchronize: Callable[[], None] | None = None) -> None:
-        """``synchronize`` waits for the device (``torch.cuda.synchronize``), so that a phase pays for its own kernels."""
+        """``synchronize`` waits for the device (``torch.cuda.synchronize``): a phase pays for its own kernels."""
         self._synchronize = synchronize
-        self.start_step()
-
-    def start_step(self) -> None:
-        """Forgets the last step and starts the clock of the next."""
         self._start = time.perf_counter()
         self._seconds: dict[str, float] = {}
         self._sums: dict[str, float] = {}
-        self._weighted: dict[str, tuple[float, float]] = {}
-        self._tokens = 0
+        self._means: dict[str, tuple[float, float]] = {}  # name -> sum of value * weight, sum of weights
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -43,27 +38,26 @@ class Meter:
 
     def mean(self, name: str, value: float, weight: float = 1.0) -> None:
         """Adds one value to the mean reported as ``name``, with a weight (for example its number of tokens)."""
-        total, weights = self._weighted.get(name, (0.0, 0.0))
-        self._weighted[name] = (total + float(value) * weight, weights + weight)
+        total, weights = self._means.get(name, (0.0, 0.0))
+        self._means[name] = (total + float(value) * weight, weights + weight)
 
-    def set(self, values: Mapping[str, float]) -> None:
-        """Reports ``values`` as they are, in place of what was collected under these names."""
-        for name, value in values.items():
-            self._weighted.pop(name, None)
-            self._sums[name] = float(value)
+    def summary(self, num_tokens: int = 0, num_response_tokens: int = 0) -> dict[str, float]:
+        """All figures of the step so far.
 
-    def add_tokens(self, num_tokens: int) -> None:
-        """Counts tokens (prompt and response, over all ranks) towards ``tokens_per_second``."""
-        self._tokens += int(num_tokens)
+        Args:
+            num_tokens: prompt and response tokens of the step, over all ranks.
+            num_response_tokens: those that were sampled.
 
-    def finish_step(self) -> dict[str, float]:
-        """All figures of the step, by name; `start_step` begins the next."""
+        Returns:
+            Sums and means by name (a mean without weight is NaN), ``step_seconds``, ``seconds/PHASE`` of each phase,
+            and ``tokens_per_second`` of all ``num_tokens`` over the whole step.
+        """
         step_seconds = time.perf_counter() - self._start
-        figures = {**self._sums, **{k: total / w if w else float("nan") for k, (total, w) in self._weighted.items()}}
-        figures["step_seconds"] = step_seconds
-        if self._tokens:
-            figures["num_tokens"] = float(self._tokens)
-            figures["tokens_per_second"] = self._tokens / step_seconds
-        for name, seconds in self._seconds.items():
-            figures[f"seconds/{name}"] = seconds
-        return figures
+        figures = self._sums | {k: total / w if w else float("nan") for k, (total, w) in self._means.items()}
+        return figures | {
+            "num_tokens": num_tokens,
+            "num_response_tokens": num_response_tokens,
+            "tokens_per_second": num_tokens / step_seconds,
+            "step_seconds": step_seconds,
+            **{f"seconds/{name}": seconds for name, seconds in self._seconds.items()},
+        }

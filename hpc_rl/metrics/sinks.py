@@ -1,4 +1,4 @@
-"""Where the figures of a step go: the console, ``metrics.jsonl``, TensorBoard, Prometheus. Rank 0 alone has sinks."""
+"""Where the figures of a step go: the console, ``metrics.jsonl``, TensorBoard, Prometheus. Rank 0 alone writes."""
 
 from __future__ import annotations
 
@@ -46,8 +46,13 @@ class Sinks:
         self._sinks = list(sinks)
 
     @staticmethod
-    def from_config(config: Config, resumed_step: int = 0) -> Sinks:
-        """Those that the configuration asks for, of a run that goes on after ``resumed_step`` (0: a new one)."""
+    def from_config(config: Config, resumed_step: int = 0, rank: int = 0) -> Sinks:
+        """Those that the configuration asks for, of a run that goes on after ``resumed_step`` (0: a new one).
+
+        Ranks other than 0 get none: writing to them does nothing.
+        """
+        if rank != 0:
+            return Sinks([])
         run_dir = Path(config.run.dir)
         sinks: list[Sink] = [
             Console(config.steps, resumed_step, progress=config.metrics.progress),
@@ -60,12 +65,20 @@ class Sinks:
         return Sinks(sinks)
 
     def write(self, step: int, metrics: Metrics) -> None:
+        """Hands one step's metrics to each sink."""
         for sink in self._sinks:
             sink.write(step, metrics)
 
     def close(self) -> None:
+        """Closes each sink; nothing can be written after it."""
         for sink in self._sinks:
             sink.close()
+
+    def __enter__(self) -> Sinks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 class Console:
@@ -213,7 +226,8 @@ class PrometheusSink:
             self._server, self._thread = prometheus_client.start_http_server(port, registry=self._registry)
         except OSError as error:
             raise UserError(
-                f"metrics.prometheus_port = {port} cannot be served ({error.strerror}), but must be a free port: set another"
+                f"metrics.prometheus_port = {port} cannot be served ({error.strerror}), but must be a free port: set "
+                "another"
             ) from None
 
     def write(self, step: int, metrics: Metrics) -> None:

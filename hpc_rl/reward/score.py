@@ -50,7 +50,8 @@ class RewardFunction:
         for package in getattr(function, "required_packages", ()):
             if importlib.util.find_spec(package) is None:
                 raise UserError(
-                    f"reward.function = {config.function}: needs {package}, which is not installed: pip install {package}"
+                    f"reward.function = {config.function}: needs {package}, which is not installed: pip install "
+                    f"{package.replace('_', '-')}"
                 )
         return RewardFunction(function, config.kwargs, config.on_error, config.error_score)
 
@@ -105,7 +106,8 @@ def import_function(name: str) -> Callable[..., Any]:
     except ModuleNotFoundError as error:
         if error.name is not None and (module_name == error.name or module_name.startswith(error.name + ".")):
             raise UserError(
-                f"reward.function = {name}: there is no module {error.name}: correct the name, or put its directory on PYTHONPATH"
+                f"reward.function = {name}: there is no module {error.name}: correct the name, or put its directory "
+                "on PYTHONPATH"
             ) from None
         raise UserError(
             f"reward.function = {name}: importing {module_name} needs {error.name}: pip install it"
@@ -123,11 +125,11 @@ def import_function(name: str) -> Callable[..., Any]:
         raise UserError(
             f"reward.function = {name}: is a {type(target).__name__}, but must be a function: name a function"
         )
-    return target  # type: ignore[no-any-return]
+    return target
 
 
 def check_signature(name: str, function: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
-    """Refuses a function that cannot be called as ``function(prompt, response, fields, **kwargs)``. Raises UserError."""
+    """Refuses what cannot be called as ``function(prompt, response, fields, **kwargs)``. Raises UserError."""
     if inspect.iscoroutinefunction(function):
         raise UserError(f"reward.function = {name}: is async, but must be a plain function: wrap it in asyncio.run")
     try:
@@ -139,8 +141,8 @@ def check_signature(name: str, function: Callable[..., Any], kwargs: Mapping[str
     except TypeError as error:
         given = "".join(f", {key}={value!r}" for key, value in kwargs.items())
         raise UserError(
-            f"reward.function = {name}: takes {signature}, but is called as (prompt, response, fields{given}) ({error}): "
-            "correct its arguments or reward.kwargs"
+            f"reward.function = {name}: takes {signature}, but is called as (prompt, response, fields{given}) "
+            f"({error}): correct its arguments or reward.kwargs"
         ) from None
 
 

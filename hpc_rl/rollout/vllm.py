@@ -35,11 +35,24 @@ class _Running:
 
 
 class VLLMEngine:
-    """A vLLM replica on ``tp`` consecutive ranks of the torch.distributed job; world / tp replicas in all.
+    """A vLLM replica on ``tp`` consecutive ranks of the torch.distributed job; world size / tp replicas in all.
 
-    Every rank constructs it at the same time. Its weights are undefined until they are written through
-    ``shard_map()`` and ``set_version`` is called. ``rollout_log_probs`` are of log_softmax(logits / temperature) over
-    the whole vocabulary, also when top_p or top_k restrict what can be sampled.
+    Every rank constructs it at the same time. Its weights are undefined until all of them were written through
+    ``shard_map()``, followed by ``set_version``. Log-probs of samples are those of log_softmax(logits / temperature)
+    over the whole vocabulary, also when top_p or top_k restrict what can be sampled.
+
+    Args:
+        model_dir: directory with ``config.json``; weights in it are not read.
+        config: sampling and memory.
+        dtype: ``float32`` or ``bfloat16``, of weights and activations.
+        max_model_len: longest prompt plus response, in tokens.
+        tp: tensor-parallel size of generation; must divide the world size.
+        seed: of vLLM's own generators, which no request uses.
+        device: ``cpu`` or ``cuda``.
+        tokenizer: decodes responses and names the EOS token; None: empty texts, EOS from ``config.json``.
+
+    Raises:
+        UserError: sizes that do not fit, stop strings without a tokenizer, a model without a shard map.
     """
 
     def __init__(
@@ -54,28 +67,13 @@ class VLLMEngine:
         device: str,
         tokenizer: Any = None,
     ) -> None:
-        """
-        Args:
-            model_dir: directory with ``config.json``; weights in it are not read.
-            config: sampling and memory.
-            dtype: ``float32`` or ``bfloat16``.
-            max_model_len: longest prompt plus response, in tokens.
-            tp: tensor-parallel size; must divide the world size.
-            seed: of vLLM's own generators, which no request uses.
-            device: ``cpu`` or ``cuda``.
-            tokenizer: decodes responses and names the EOS token; None: empty texts, EOS from ``config.json``.
-
-        Raises:
-            UserError: sizes that do not fit, stop strings without a tokenizer.
-        """
         world_size = dist.get_world_size() if dist.is_initialized() else 1
         if world_size % tp:
             raise UserError(f"rollout.tp={tp} does not divide the world size {world_size}: set rollout.tp to a divisor")
         if config.stop and tokenizer is None:
             raise UserError(f"rollout.stop={config.stop} needs a tokenizer: set model.tokenizer")
-        self.config, self.device, self.max_model_len = config, device, max_model_len
+        self.config, self.device, self.tokenizer, self.max_model_len = config, device, tokenizer, max_model_len
         self.version = -1
-        self.tokenizer = tokenizer
         self.stop_token_ids = stop_token_ids(model_dir, tokenizer)
         self._stop_strings = StopStrings(config.stop, tokenizer)
         self._serial = 0  # of requests, over all calls
@@ -132,6 +130,8 @@ class VLLMEngine:
             except BaseException:
                 self._core.abort_requests(list(running))
                 raise
+            while self._core.batch_queue:  # a step that was in flight when the last response ended
+                self._core.step_fn()
         assert all(sample is not None for sample in results), "a request was lost"
         return [sample for sample in results if sample is not None]
 
@@ -229,7 +229,7 @@ class VLLMEngine:
         self.version = version
 
     def sleep(self) -> None:
-        """Frees the GPU for the trainer: level 1 keeps the weights on the host, level 2 drops them (rewrite them all)."""
+        """Frees the GPU for the trainer; level 1 keeps the weights on the host, level 2 drops them: write all again."""
         if self.device == "cuda" and self.config.sleep_level > 0:
             with self._guard.vllm():
                 self._core.sleep(self.config.sleep_level)
@@ -271,5 +271,3 @@ def _shared_name() -> str:
     names: list[Any] = [f"hpcrl{uuid.uuid4().hex[:12]}"]
     dist.broadcast_object_list(names, src=0)
     return str(names[0])
-
-

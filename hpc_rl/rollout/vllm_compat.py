@@ -6,6 +6,9 @@ copy each token in Python, and importing it takes a second.
 
 from __future__ import annotations
 
+import atexit
+import gc
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -27,14 +30,15 @@ def prepare_environment(device: str) -> None:
     """Sets what vLLM reads from the environment; call before vLLM is imported. ``device``: cpu or cuda."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine must run in this process
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")  # its messages go through the process's own handlers
+    logging.getLogger("vllm").setLevel(os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"))
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models are directories here, never names
     if device == "cpu":
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # the launcher places threads
         os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # would override kv_cache_memory_bytes
         os.environ["TORCHDYNAMO_DISABLE"] = "1"  # compiling tiny CPU functions costs 15 s and gains nothing
         if "torch._dynamo.config" in sys.modules:
-            torch._dynamo.config.disable = True  # type: ignore[attr-defined]
+            torch._dynamo.config.disable = True
 
 
 def engine_arguments(
@@ -85,27 +89,56 @@ def build_core(values: dict[str, Any], job: str) -> Any:
             local_rank = torch.cuda.current_device() if torch.cuda.is_available() else 0
             return f"env://:{job}", dist.get_rank(), local_rank
 
-    with _plain_cpu_linear():
-        vllm_config = EngineArgs(**values).create_engine_config(usage_context=UsageContext.LLM_CLASS)
-        core = EngineCore(vllm_config, Executor, log_stats=False)
+    gc.freeze()  # vLLM collects garbage five times while it starts: not among all those modules
+    atexit.register(gc.unfreeze)  # frozen objects would outlive the interpreter, and their libraries complain
+    with _without_cpu_traps():
+        try:
+            vllm_config = EngineArgs(**values).create_engine_config(usage_context=UsageContext.LLM_CLASS)
+            _check_head_size(vllm_config)
+            core = EngineCore(vllm_config, Executor, log_stats=False)
+        except UserError:
+            raise
+        except ValueError as error:  # vLLM's own checks of sizes
+            reason = " ".join(str(error).split())[:400]
+            raise UserError(f"vLLM cannot start with {values['model']}: {reason}") from error
     _unlink_shared_memory(job)
     return core
 
 
+def _check_head_size(vllm_config: Any) -> None:
+    if vllm_config.device_config.device_type != "cpu":
+        return
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    size, supported = vllm_config.model_config.get_head_size(), CPUAttentionBackend.get_supported_head_sizes()
+    if size not in supported:
+        raise UserError(f"head size {size} is not one that vLLM has on CPU, {supported}: use another head_dim")
+
+
 @contextmanager
-def _plain_cpu_linear() -> Iterator[None]:
-    """On CPU vLLM would pack weights for oneDNN and empty ``.weight``; then no update in place could reach them."""
+def _without_cpu_traps() -> Iterator[None]:
+    """Keeps vLLM's CPU worker from two things while it starts.
+
+    It would pack weights for its matmul and empty ``.weight``, so that no update in place could reach them; and it
+    would bind the memory of the whole process to one NUMA node, which is the launcher's business.
+    """
     from vllm.model_executor.layers import utils
 
     def keep_weight(layer: torch.nn.Module, remove_weight: bool) -> None:
         layer.cpu_linear = torch.nn.functional.linear  # type: ignore[assignment]
 
     packed = utils.dispatch_cpu_unquantized_gemm
+    operators: Any = torch.ops._C
+    bind_memory = getattr(operators, "init_cpu_memory_env", None)
     utils.dispatch_cpu_unquantized_gemm = keep_weight
+    if bind_memory is not None:
+        operators.init_cpu_memory_env = lambda nodes: None
     try:
         yield
     finally:
         utils.dispatch_cpu_unquantized_gemm = packed
+        if bind_memory is not None:
+            operators.init_cpu_memory_env = bind_memory
 
 
 def _unlink_shared_memory(job: str) -> None:

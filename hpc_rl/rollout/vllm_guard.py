@@ -6,8 +6,10 @@ A ``ProcessGuard`` lets vLLM have its way only while one of its calls runs.
 
 from __future__ import annotations
 
+import gc
 import os
 import random
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -96,12 +98,20 @@ class ProcessGuard:
 
     @contextmanager
     def start(self) -> Iterator[None]:
-        """``vllm()`` for the import and the start, which also change the environment and the matmul precision."""
-        environ, precision = dict(os.environ), torch.get_float32_matmul_precision()
-        with self.vllm():
+        """``vllm()`` for the import and the start, which also change the environment and the matmul precision.
+
+        Garbage collection rests meanwhile: walking the objects of all imported modules again and again would take
+        half of the start.
+        """
+        environ, precision, collecting = dict(os.environ), torch.get_float32_matmul_precision(), gc.isenabled()
+        gc.disable()
+        with self.vllm(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
             try:
                 yield
             finally:
                 os.environ.clear()
                 os.environ.update(environ)
                 torch.set_float32_matmul_precision(precision)
+                if collecting:
+                    gc.enable()

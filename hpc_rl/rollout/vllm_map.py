@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from hpc_rl.errors import UserError
 from hpc_rl.tensors.shardmap import Piece, ShardMap, TensorSpec
 
-# One part of a parameter: canonical module name, rows (offset in the local parameter, count, global start), global rows.
+# One part of a parameter: canonical module name, first local row, rows, first global row, rows of the whole tensor.
 Part = tuple[str, int, int, int, int]
 
 
@@ -113,9 +113,7 @@ def _column_parts(path: str, module: Any, packed: Mapping[str, list[str]]) -> li
     return parts
 
 
-def _rows(
-    name: str, leaf: str, shape: tuple[int, ...], parts: list[Part]
-) -> Iterator[tuple[Piece, tuple[int, ...]]]:
+def _rows(name: str, leaf: str, shape: tuple[int, ...], parts: list[Part]) -> Iterator[tuple[Piece, tuple[int, ...]]]:
     """Row ranges of a parameter of ``shape`` as pieces; a part without rows on this rank keeps its spec out."""
     rest = shape[1:]
     strides = _dense(shape)

@@ -164,40 +164,31 @@ def flat_range(piece: Piece, begin: int, end: int, local: str, base: int) -> lis
     """Pieces for a flat slice of a local tensor, as a distributed optimizer shards it.
 
     The slice ``[begin, end)`` of the local tensor that ``piece`` is part of is stored in the 1-D tensor ``local``
-    from element ``base`` on. Returns the boxes of ``piece`` inside the slice (at most 2 * dims - 1 when piece is
-    dense in its last dim).
+    from element ``base`` on. The piece's dims, by falling stride, must nest (as those of a sliced tensor do).
+
+    Returns:
+        The boxes of ``piece`` inside the slice: at most 2 * dims - 1 if the piece is contiguous.
     """
     out: list[Piece] = []
+    order = sorted(range(len(piece.shape)), key=lambda d: (piece.shape[d] > 1, piece.strides[d]), reverse=True)
 
-    def visit(start: tuple[int, ...], shape: tuple[int, ...], offset: int, dim: int) -> None:
-        low, high = offset, offset + sum((n - 1) * s for n, s in zip(shape, piece.strides, strict=True)) + 1
-        if high <= begin or low >= end:
+    def visit(start: tuple[int, ...], shape: tuple[int, ...], offset: int, level: int) -> None:
+        stop = offset + sum((n - 1) * k for n, k in zip(shape, piece.strides, strict=True)) + 1
+        if stop <= begin or offset >= end:
             return
-        if begin <= low and high <= end:
+        if begin <= offset and stop <= end:
             out.append(Piece(piece.name, start, shape, local, offset - begin + base, piece.strides))
             return
+        dim = order[level]
         n, stride = shape[dim], piece.strides[dim]
-        inner = sum((m - 1) * s for m, s in zip(shape[dim + 1 :], piece.strides[dim + 1 :], strict=True)) + 1
+        inner = stop - offset - (n - 1) * stride  # what one index of this dim spans
         first = min(n, max(0, -(-(begin - offset) // stride)))  # first index that starts inside the slice
         last = max(first, min(n, (end - offset - inner) // stride + 1))  # one past the last that ends inside it
+        cut = [(max(0, first - 1), first, level + 1), (first, last, level), (last, min(n, last + 1), level + 1)]
+        for low, high, next_level in cut:
+            if low < high:
+                next_start = (*start[:dim], start[dim] + low, *start[dim + 1 :])
+                visit(next_start, (*shape[:dim], high - low, *shape[dim + 1 :]), offset + low * stride, next_level)
 
-        def part(lo: int, hi: int, next_dim: int) -> None:
-            if lo < hi:
-                visit(
-                    start[:dim] + (start[dim] + lo,) + start[dim + 1 :],
-                    shape[:dim] + (hi - lo,) + shape[dim + 1 :],
-                    offset + lo * stride,
-                    next_dim,
-                )
-
-        for lo in range(max(0, first - 1), first):
-            part(lo, lo + 1, dim + 1)
-        part(first, last, dim)
-        for lo in range(last, min(n, last + 1)):
-            part(lo, lo + 1, dim + 1)
-
-    if piece.shape:
-        visit(piece.start, piece.shape, piece.offset, 0)
-    elif begin <= piece.offset < end:
-        out.append(Piece(piece.name, (), (), local, piece.offset - begin + base, ()))
+    visit(piece.start, piece.shape, piece.offset, 0)
     return out
