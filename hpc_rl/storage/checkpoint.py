@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import logging
-import pickle
 import socket
 import uuid
 from collections.abc import Mapping, Sequence
@@ -23,12 +22,12 @@ from hpc_rl.storage import index as index_file
 from hpc_rl.storage import manifest, restore
 from hpc_rl.storage.files import Files
 from hpc_rl.storage.finish import Finish, Whole
-from hpc_rl.storage.host_copy import Sources, fill, unpack
+from hpc_rl.storage.host_copy import Sources, fill, fill_local
 from hpc_rl.storage.manifest import DamagedCheckpoint
 from hpc_rl.storage.plan import Holding, holding, plan, state_name
 from hpc_rl.storage.shards import Member, shard_files
 from hpc_rl.storage.spool import Spool
-from hpc_rl.storage.tensor_io import digest
+from hpc_rl.storage.tensor_io import digest, pack, unpack
 from hpc_rl.storage.writer import Job
 from hpc_rl.tensors.shardmap import ShardMap
 
@@ -72,7 +71,7 @@ class Checkpointer:
         self._report(self._settle(block=True)[1], self.config.on_error)
         json.dumps(extra)  # a value that is not JSON-able is the caller's mistake: raise it here
         held = holding({name: shard_map for name, (shard_map, _) in components.items()})
-        state = pickle.dumps(dict(per_rank)) if per_rank else b""
+        state = pack(per_rank or {})
         changed, nonce = self._plan(held, len(state))
         assert self._whole is not None
         spool = self._spool = self._spool or Spool()
@@ -161,9 +160,9 @@ class Checkpointer:
 
         def use(row: int, data: memoryview) -> None:
             if row in own_row:
-                own.update(pickle.loads(data))
+                own.update(unpack(bytes(data)))
             for copy in plan_copies.get(row, ()):
-                unpack(copy, data, index.specs[index.names[index.name[row]]].dtype, components[copy.component][1])
+                fill_local(copy, data, index.specs[index.names[index.name[row]]].dtype, components[copy.component][1])
 
         reader = restore.Reader(path, index, verify, self.storage.direct_io)
         reader.each(restore.reads(index, [*plan_copies, *own_row]), use)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from hpc_rl.storage.plan import Extent, full_name, state_name
+from hpc_rl.storage.plan import Extent, full_name
 from hpc_rl.storage.restore import Copy
 from hpc_rl.storage.shards import WRITE_BYTES, Member
 from hpc_rl.storage.tensor_io import itemsize
@@ -61,7 +61,7 @@ def fill(buffer: Tensor, member: Member, sources: Sources, state: bytes, filled:
     filled(buffer.numel())
 
 
-def unpack(copy: Copy, data: memoryview, dtype: str, tensors: Mapping[str, Tensor]) -> None:
+def fill_local(copy: Copy, data: memoryview, dtype: str, tensors: Mapping[str, Tensor]) -> None:
     """Copies the common box out of an extent's bytes into the local tensor."""
     stored = torch.frombuffer(data, dtype=getattr(torch, dtype))
     view(copy.local, tensors[copy.local.local]).copy_(view(copy.stored, stored))

@@ -60,10 +60,21 @@ class Index:
         return tuple(self.start[row, :dims].tolist()), tuple(self.shape[row, :dims].tolist())
 
 
+class Image(io.BytesIO):
+    """Bytes in memory that HDF5 may also lengthen by truncating them to a larger size."""
+
+    def truncate(self, size: int | None = None) -> int:
+        if size is not None and size > len(self.getbuffer()):
+            position = self.seek(0, io.SEEK_END)
+            self.write(bytes(size - position))
+            return size
+        return super().truncate(size)
+
+
 def build(specs: Mapping[str, TensorSpec], members: Sequence[Member], reports: Mapping[int, Report],
           layouts: Sequence[str], page_bytes: int) -> bytes:  # fmt: skip
     """The whole file index.h5, as bytes."""
-    image = io.BytesIO()
+    image = Image()
     paging = {"fs_strategy": "page", "fs_page_size": page_bytes} if page_bytes else {}
     with h5py.File(image, "w", libver=("earliest", "v110"), **paging) as file:
         add_table(file, specs, members, reports, layouts)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -46,3 +48,28 @@ def values(raw: np.ndarray[Any, Any], dtype: str) -> np.ndarray[Any, Any]:
 def digest(data: Any) -> bytes:
     """xxh3-128 of a buffer, 16 bytes."""
     return xxhash.xxh3_128_digest(data)
+
+
+def pack(state: Mapping[str, bytes | np.ndarray[Any, Any]]) -> bytes:
+    """A rank's own values as bytes: a line of JSON (name -> [dtype or null, shape, bytes]), then their data in order."""
+    header, parts = {}, []
+    for name, value in state.items():
+        if isinstance(value, bytes):
+            parts.append(value)
+            header[name] = [None, [], len(value)]
+        else:
+            parts.append(value.tobytes())
+            header[name] = [value.dtype.str, list(value.shape), value.nbytes]
+    return json.dumps(header).encode() + b"\n" + b"".join(parts) if state else b""
+
+
+def unpack(data: bytes) -> dict[str, bytes | np.ndarray[Any, Any]]:
+    """The values behind `pack`."""
+    header, _, rest = data.partition(b"\n")
+    out: dict[str, bytes | np.ndarray[Any, Any]] = {}
+    begin = 0
+    for name, (dtype, shape, nbytes) in json.loads(header).items() if data else ():
+        part = rest[begin : begin + nbytes]
+        out[name] = part if dtype is None else np.frombuffer(part, dtype=dtype).reshape(shape).copy()
+        begin += nbytes
+    return out
