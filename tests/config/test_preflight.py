@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -230,6 +231,26 @@ def test_torchvision_of_another_torch(
                 check_torchvision()
     finally:
         sys.path.remove(str(tmp_path))
+
+
+def test_wrong_torchvision_is_found_before_a_run(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make()
+    write_dist(tmp_path / "site", "torchvision", "0.1.0", "torch==1.2.0")
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    with refused("torchvision 0.1.0 needs torch==1.2.0", "torchvision::nms does not exist", "pip uninstall -y"):
+        preflight(config, 1)
+
+
+@pytest.mark.parametrize(
+    ("override", "package"),
+    [("metrics.tensorboard=true", "tensorboard"), ("metrics.prometheus_port=9100", "prometheus_client")],
+)
+def test_package_of_a_sink_is_missing(make: Make, monkeypatch: pytest.MonkeyPatch, override: str, package: str) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else find_spec(name))
+    preflight(make(), 1)
+    with refused(override.split("=")[0], f"needs {package}, which is not installed", f"pip install {package}"):
+        preflight(make(override), 1)
 
 
 @pytest.fixture

@@ -94,6 +94,15 @@ def test_resumed_file_equals_that_of_a_run_never_killed(tmp_path: Path, torn: st
     assert sorted(p.name for p in tmp_path.iterdir()) == ["killed.jsonl", "whole.jsonl"], "no temporary file stays"
 
 
+def test_a_whole_last_line_without_its_end_is_kept(tmp_path: Path) -> None:
+    whole, killed = tmp_path / "whole.jsonl", tmp_path / "killed.jsonl"
+    write_steps(whole, range(1, 6))
+    write_steps(killed, range(1, 4))
+    killed.write_bytes(killed.read_bytes().removesuffix(b"\n"))
+    write_steps(killed, range(4, 6), resumed_step=3)
+    assert killed.read_bytes() == whole.read_bytes()
+
+
 def test_truncation_is_atomic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "metrics.jsonl"
     write_steps(path, range(1, 6))
