@@ -43,7 +43,8 @@ class ParallelConfig:
 
 @_frozen
 class LaunchConfig:
-    nproc: int = Field(1, ge=1, description="local ranks that `hpc-rl train` starts when no launcher did")
+    nproc: int = Field(1, ge=1, description="ranks of a node: those that `hpc-rl train` starts when no launcher did")
+    nodes: int | None = Field(None, ge=1, description="nodes for `hpc-rl launch`; null: those of the Slurm job, or one")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where a GPU is there")
     threads: int = Field(1, ge=1, description="OpenMP threads of each local rank (CPU)")
     timeout_s: float = Field(1800.0, gt=0, description="longest wait of a collective before all ranks stop")

@@ -9,8 +9,9 @@ from pathlib import Path
 from hpc_rl.config import Config
 from hpc_rl.config_load import load_config
 from hpc_rl.errors import UserError
-from launch.env import detect
+from launch.env import detect, finish
 from launch.local import run_local
+from launch.spec import check_placement
 
 
 def run_train(path: Path, overrides: Sequence[str]) -> int:
@@ -24,6 +25,9 @@ def run_train(path: Path, overrides: Sequence[str]) -> int:
     config = load_config(path, overrides)
     info = detect()
     launched = info.launcher != "none"
+    for warning in check_placement(config.parallel, info.num_nodes, info.local_world_size):
+        if info.rank == 0:
+            print(f"hpc-rl: warning: {warning}", file=sys.stderr)
     if not launched or info.rank == 0:
         preflight(config, info.world_size if launched else config.launch.nproc)
     if not launched and config.launch.nproc > 1:
@@ -48,6 +52,7 @@ def train_here(config: Config) -> int:
             print(closing_words(config, trainer.steps_done), flush=True)
     finally:
         trainer.close()
+    finish(detect())
     return 0
 
 

@@ -55,6 +55,33 @@ class RankInfo:
 _joined: dict[int, RankInfo] = {}  # process id -> what `export_torch_env` made known, whatever a library then changes
 
 
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """The Slurm job that this process is in, whether or not srun started it."""
+
+    job_id: str
+    num_nodes: int
+    hostnames: tuple[str, ...]
+    restart_count: int
+    port: int  # for whatever the job's nodes must agree on without talking
+
+
+def allocation(environ: Environ | None = None) -> Allocation | None:
+    """None outside Slurm.
+
+    Raises:
+        UserError: SLURM_JOB_ID without a node list.
+    """
+    environ = os.environ if environ is None else environ
+    if "SLURM_JOB_ID" not in environ:
+        return None
+    hosts = expand_hosts(_get(environ, "SLURM_JOB_NODELIST"))
+    restarts = int(environ.get("SLURM_RESTART_COUNT", 0))
+    return Allocation(
+        environ["SLURM_JOB_ID"], len(hosts), hosts, restarts, slurm_port({"SLURM_STEP_ID": "0", **environ})
+    )
+
+
 def detect(environ: Environ | None = None) -> RankInfo:
     """Finds rank, world and master address as the launcher above this process gave them.
 

@@ -103,7 +103,8 @@ def cluster() -> Iterator[Cluster]:
 
 def mpi_env() -> dict[str, str]:
     """What OpenMPI wants to hear from root."""
-    return {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMPI_MCA_rmaps_base_oversubscribe": "1"}
+    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    return root | {"OMPI_MCA_rmaps_base_oversubscribe": "1"}  # more ranks than cores, too
 
 
 def mpich_env(directory: Path) -> dict[str, str]:

@@ -6,11 +6,15 @@ import contextlib
 import json
 import signal
 import socket
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from launch.env import slurm_port
+from launch.mpi import mpirun_argv
+from launch.spec import LaunchSpec
+from launch.srun import sbatch_text, sbatch_torchrun_text
 from tests.launch.cluster import PYTHON, ROOT, Cluster, missing_programs, mpich_env, wait_until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.xdist_group("slurm")]
@@ -56,13 +60,22 @@ def test_srun_in_sbatch_needs_no_mpi_plugin(cluster: Cluster, tmp_path: Path, pl
     check_world(tmp_path, ["node2", "node3"], 1, "srun")
 
 
-def test_torchrun_on_two_nodes(cluster: Cluster, tmp_path: Path) -> None:
-    torchrun = f"{PYTHON} -m torch.distributed.run --nnodes=2 --nproc-per-node=2 --rdzv-backend=c10d"
-    script = f"{torchrun} --rdzv-endpoint=node1:29777 --rdzv-id=$SLURM_JOB_ID {HELLO} {tmp_path}"
-    done = cluster.run("srun", "-N2", "--ntasks-per-node=1", "-w", "node[1-2]", "bash", "-c", script)
-    assert done.returncode == 0, done.stderr
-    seen = json.loads((tmp_path / "rank_3.json").read_text())
-    check_world(tmp_path, [seen["master_addr"], "other"], 2, "torchrun")
+def spec_for(out: Path, num_nodes: int, ranks_per_node: int) -> LaunchSpec:
+    return LaunchSpec("hello", (str(HELLO), str(out)), num_nodes, ranks_per_node, 1, True, str(out), PYTHON)
+
+
+@pytest.mark.parametrize(("launcher", "text"), [("srun", sbatch_text), ("torchrun", sbatch_torchrun_text)])
+def test_batch_script_of_hpc_rl_launch(
+    cluster: Cluster, tmp_path: Path, launcher: str, text: Callable[[LaunchSpec], str]
+) -> None:
+    """The text that `hpc-rl launch` hands to sbatch, on two nodes of two ranks."""
+    (tmp_path / "job.sh").write_text(text(spec_for(tmp_path, 2, 2)))
+    job = cluster.sbatch("-w", "node[1-2]", tmp_path / "job.sh")
+    assert cluster.wait(job) == "COMPLETED", (tmp_path / f"slurm-{job}.log").read_text()
+    hosts = ["node1", "node2"]
+    if launcher == "torchrun":  # its agents number the nodes as they come
+        hosts.sort(key=json.loads((tmp_path / "rank_0.json").read_text())["master_addr"].__ne__)
+    check_world(tmp_path, hosts, 2, launcher)
 
 
 @pytest.mark.mpi
@@ -71,7 +84,8 @@ def test_mpirun_on_two_nodes(cluster: Cluster, tmp_path: Path, kind: str) -> Non
     if missing_programs((f"mpirun.{kind}",)):
         pytest.skip(f"not installed: mpirun.{kind}")
     hosts = ["node3", "node4"]
-    argv = ("salloc", "-N2", "--ntasks-per-node=2", "-w", "node[3-4]", f"mpirun.{kind}", PYTHON, HELLO, tmp_path)
+    program, *rest = mpirun_argv(spec_for(tmp_path, 2, 2), kind)
+    argv = ("salloc", "-N2", "--ntasks-per-node=2", "-w", "node[3-4]", f"{program}.{kind}", *rest)
     done = cluster.run(*argv, **mpich_env(tmp_path), UCX_TLS="tcp,self")  # these nodes share a kernel, but no /dev/shm
     assert done.returncode == 0, done.stderr
     check_world(tmp_path, hosts, 2, kind)
