@@ -25,11 +25,13 @@ from hpc_rl.parallel import state as parallel_state
 from hpc_rl.parallel.collectives import agree, gather_objects
 from hpc_rl.parallel.state import ParallelState
 from hpc_rl.reshard.execute import Resharder
+from hpc_rl.reshard.plan import make_plan
 from hpc_rl.reward.score import RewardFunction
 from hpc_rl.rollout.vllm import VLLMEngine
 from hpc_rl.storage.checkpoint import Checkpointer
-from hpc_rl.tensors.canonical import ModelSpec
-from hpc_rl.tensors.hf import RandomSource, load_into, open_source
+from hpc_rl.tensors.canonical import VALUE_HEAD, ModelSpec
+from hpc_rl.tensors.hf import load_into, open_hf
+from hpc_rl.tensors.random_init import fill_random
 from launch.env import RankInfo, detect, export_torch_env
 
 
@@ -102,7 +104,7 @@ def build(config: Config) -> Job:
         reference=reference,
         sampler=sampler,
         reward=reward,
-        resharder=Resharder(actor, sampler, config.reshard),
+        resharder=make_resharder(actor, sampler, config, info),
         colocation=Colocation(sampler, [e for e in (actor, critic, reference) if e], offload=config.parallel.offload),
         checkpointer=checkpointer,
         resume_from=find_checkpoint(config, checkpointer),
@@ -118,12 +120,14 @@ def build_engines(
 
     def engine(role: str, path: str | None, optimizer: OptimizerConfig | None) -> MegatronEngine:
         built = MegatronEngine(role, spec, config, parallel, optimizer=optimizer, total_steps=steps)
-        source = open_source(path) if path is not None else RandomSource(built.spec, config.seed)
         error: BaseException | None = None
         try:
-            load_into(*built.shard_map(), source, may_miss=("value_head.weight",) if role == "critic" else ())
-        except Exception as e:
-            error = e
+            if path is None:
+                fill_random(*built.shard_map(), built.spec, config.seed)
+            else:
+                load_into(*built.shard_map(), open_hf(path), optional=(VALUE_HEAD,) if role == "critic" else ())
+        except Exception as caught:  # the other ranks wait in `agree` to hear of it
+            error = caught
         agree(error)
         built.parameters_changed()
         return built
@@ -133,6 +137,23 @@ def build_engines(
     critic = engine("critic", model.critic_path or model.path, config.critic) if needs_critic(config) else None
     reference = engine("reference", model.reference_path or model.path, None) if needs_reference(config) else None
     return actor, critic, reference
+
+
+def make_resharder(actor: MegatronEngine, sampler: VLLMEngine, config: Config, info: RankInfo) -> Resharder:
+    """The actor's shards into the sampler's: planned from every rank's maps, the same on every rank."""
+    (source_map, sources), (target_map, targets) = actor.shard_map(), sampler.shard_map()
+    maps = gather_objects((source_map, target_map))
+    plan = make_plan([m for m, _ in maps], [m for _, m in maps], node_size=info.local_world_size)
+    reshard = config.reshard
+    return Resharder(
+        plan.of(info.rank),
+        sources,
+        targets,
+        bucket_bytes=reshard.bucket_bytes,
+        timeout_s=config.launch.timeout_s,
+        verify=reshard.verify,
+        snapshot=reshard.snapshot,
+    )
 
 
 def needs_critic(config: Config) -> bool:

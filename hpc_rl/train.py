@@ -43,7 +43,6 @@ class RLTrainer:
         metrics: dict[str, float] = {}
         for step in range(self.steps_done + 1, last + 1):
             metrics = self.step(step)
-            self.steps_done = step
             self.sinks.write(step, metrics)
             self._save(step, is_last=step == last)
         self.job.checkpointer.wait()
@@ -61,7 +60,8 @@ class RLTrainer:
         with meter.phase("update"):
             metrics |= self._update(step, batch)
         with meter.phase("reshard"):
-            metrics |= self._sync_weights(step)
+            self.steps_done = step
+            metrics |= self._sync_weights()
         metrics.setdefault("kl", 0.0)
         metrics["kl_coef"] = self.kl.coef
         self.kl.update(metrics["kl"], len(batch))
@@ -105,10 +105,13 @@ class RLTrainer:
         metrics = means.result()
         return metrics | {"loss": metrics.get("actor/loss", metrics.get("critic/loss", 0.0))}
 
-    def _sync_weights(self, step: int = 0) -> dict[str, float]:
-        """The actor's weights into the sampler, stamped with the step they came from."""
-        self.job.colocation.reshard()
-        return self.job.resharder.sync(version=step or self.steps_done)
+    def _sync_weights(self) -> dict[str, float]:
+        """The actor's weights into the sampler, stamped with the number of steps they have learned."""
+        job, version = self.job, self.steps_done
+        job.colocation.reshard()
+        metrics = job.resharder.sync(version)
+        job.sampler.set_version(version)
+        return {f"reshard/{name}": float(value) for name, value in metrics.items() if name.startswith(("bytes", "seconds"))}
 
     # ---- resume -----------------------------------------------------------------------------------------------
 

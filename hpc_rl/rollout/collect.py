@@ -15,8 +15,8 @@ from hpc_rl.parallel.layout import replica_of
 from hpc_rl.reward.score import RewardFunction
 from hpc_rl.rollout.protocol import Prompt, Request, RolloutEngine, Sample
 from hpc_rl.rollout.sampler import assign, make_requests, sort_batch, to_batch
-from hpc_rl.storage.rollout_reader import Record
-from hpc_rl.storage.rollouts import RolloutWriter, finished_samples
+from hpc_rl.storage.rollout_reader import Record, finished_samples
+from hpc_rl.storage.rollouts import RolloutWriter
 
 
 def collect(
