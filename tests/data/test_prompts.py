@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hpc_rl.config import Config, DataConfig, ModelConfig
 from hpc_rl.data.prompt_files import Record
-from hpc_rl.data.prompts import PromptSet, PromptStream, load_prompts
+from hpc_rl.data.prompts import PromptSet, PromptStream
 from hpc_rl.data.tokenizer import load_tokenizer, tokenizer_facts
 from tests.config.refusal import refused
 from tests.data.models import write_tokenizer
@@ -112,16 +112,16 @@ def test_facts_are_those_of_the_loaded_tokenizer(tmp_path: Path) -> None:
     assert tokenizer_facts("model.tokenizer", str(tmp_path / "saved")) == facts
 
 
-def test_load_prompts(tokenizer: Any, tmp_path: Path) -> None:
+def test_prompts_of_a_configuration(tokenizer: Any, tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
     path.write_text("".join(json.dumps({"prompt_id": i, "text": "x" * i}) + "\n" for i in range(1, 6)))
     config = Config(data=DataConfig(prompts=str(path), max_prompt_tokens=3, overlong="cut"))
-    prompts = load_prompts(config, tokenizer)
+    prompts = PromptSet.from_config(config, tokenizer)
     assert ([len(p.input_ids) for p in prompts], prompts.cut) == ([1, 2, 3, 3, 3], 2)
     with refused("data.eval_prompts is null", "needed", "JSONL or Parquet"):
-        load_prompts(config, tokenizer, evaluation=True)
+        PromptSet.from_config(config, tokenizer, evaluation=True)
     with refused("line 1", "field answer is missing", "add it"):
-        load_prompts(config, tokenizer, required=("answer",))
+        PromptSet.from_config(config, tokenizer, required=("answer",))
 
 
 # The stream ----------------------------------------------------------------------------------------------------------
