@@ -14,13 +14,13 @@ import torch.distributed as dist
 from hpc_rl import rng
 from hpc_rl.algo.registry import algorithm
 from hpc_rl.config import Config, OptimizerConfig
-from hpc_rl.config_check import cross_check, read_hf_config
+from hpc_rl.config_check import cross_check, read_hf_config, read_hf_config_file
 from hpc_rl.config_load import dump_config
 from hpc_rl.data.prompts import PromptSet, PromptStream
+from hpc_rl.data.tokenizer import load_tokenizer
 from hpc_rl.engine.colocate import Colocation
 from hpc_rl.engine.megatron import MegatronEngine
 from hpc_rl.errors import UserError
-from hpc_rl.metrics.sinks import Sinks
 from hpc_rl.parallel import state as parallel_state
 from hpc_rl.parallel.collectives import agree, gather_objects
 from hpc_rl.parallel.state import ParallelState
@@ -116,9 +116,10 @@ def build_engines(
 ) -> tuple[MegatronEngine, MegatronEngine | None, MegatronEngine | None]:
     """Actor, critic and reference with their weights."""
     steps = config.steps * config.algorithm.epochs * config.algorithm.mini_batches
-    spec = ModelSpec.from_hf_config(hf_config)
 
     def engine(role: str, path: str | None, optimizer: OptimizerConfig | None) -> MegatronEngine:
+        own_config = hf_config if path in (None, config.model.path) else read_hf_config_file(f"model.{role}_path", path)
+        spec = ModelSpec.from_hf_config(own_config)
         built = MegatronEngine(role, spec, config, parallel, optimizer=optimizer, total_steps=steps)
         error: BaseException | None = None
         try:
@@ -178,13 +179,6 @@ def choose_device(config: Config, info: RankInfo) -> torch.device:
     return torch.device("cuda", info.local_rank)
 
 
-def load_tokenizer(config: Config) -> Any:
-    """The HF tokenizer of ``model.tokenizer`` or ``model.path``."""
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(config.model.tokenizer or config.model.path)
-
-
 def prepare_run_dir(config: Config, parallel: ParallelState) -> str:
     """Makes the run directory and writes its config.yaml. Returns the directory whose config.json the sampler reads."""
     run_dir = Path(config.run.dir)
@@ -197,11 +191,6 @@ def prepare_run_dir(config: Config, parallel: ParallelState) -> str:
             (run_dir / "model" / "config.json").write_text(json.dumps(dict(config.model.config or {}), indent=2))
     gather_objects(None)  # the files are there
     return model_dir or str(run_dir / "model")
-
-
-def make_sinks(config: Config, parallel: ParallelState, resumed_step: int) -> Sinks:
-    """Where metrics go: everywhere asked for on rank 0, nowhere on the others."""
-    return Sinks.from_config(config, resumed_step) if parallel.rank == 0 else Sinks([])
 
 
 def find_checkpoint(config: Config, checkpointer: Checkpointer) -> Path | None:

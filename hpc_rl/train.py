@@ -9,9 +9,10 @@ from hpc_rl.algo import registry
 from hpc_rl.algo.kl import KLController
 from hpc_rl.algo.step import mini_batches, policy_loss, prepare, value_loss
 from hpc_rl.batch import Batch
-from hpc_rl.build import build, make_sinks
+from hpc_rl.build import build
 from hpc_rl.config import Config
 from hpc_rl.metrics.meter import Meter
+from hpc_rl.metrics.sinks import Sinks
 from hpc_rl.rollout.collect import collect
 
 
@@ -31,10 +32,10 @@ class RLTrainer:
         self.config = config
         self.job = build(config)
         self.kl = KLController(config.algorithm)
-        self.meter = Meter(torch.cuda.synchronize if self.job.parallel.device.type == "cuda" else None)
+        self._synchronize = torch.cuda.synchronize if self.job.parallel.device.type == "cuda" else None
         self.steps_done = 0
         self._restore()
-        self.sinks = make_sinks(config, self.job.parallel, self.steps_done)
+        self.sinks = Sinks.from_config(config, self.steps_done, self.job.parallel.rank)
         self._sync_weights()
 
     def train(self, max_steps: int | None = None) -> dict[str, float]:
@@ -50,8 +51,7 @@ class RLTrainer:
 
     def step(self, step: int) -> dict[str, float]:
         """One RL step: rollouts, scores, advantages, updates of critic and actor, weights to the sampler."""
-        meter = self.meter
-        meter.start_step()
+        meter = Meter(self._synchronize)
         with meter.phase("rollout"):
             batch, rollout_metrics = self._rollout(step)
         with meter.phase("score"):
@@ -65,8 +65,8 @@ class RLTrainer:
         metrics.setdefault("kl", 0.0)
         metrics["kl_coef"] = self.kl.coef
         self.kl.update(metrics["kl"], len(batch))
-        meter.add_tokens(batch.num_tokens)
-        return metrics | rollout_metrics | meter.finish_step()
+        response_tokens = int(batch["response_mask"].sum())
+        return metrics | rollout_metrics | meter.summary(batch.num_tokens, response_tokens)
 
     def close(self) -> None:
         """Ends the run's writers and leaves the job."""
