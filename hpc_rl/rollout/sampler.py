@@ -10,7 +10,7 @@ from itertools import chain, pairwise
 import torch
 
 from hpc_rl.batch import Batch, cumulative
-from hpc_rl.rollout.protocol import Prompt, Request, Sample
+from hpc_rl.rollout.protocol import Request, Sample
 
 
 def request_seed(run_seed: int, step: int, prompt_id: int, sample_id: int) -> int:
@@ -29,15 +29,6 @@ def request_seed(run_seed: int, step: int, prompt_id: int, sample_id: int) -> in
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1
 
 
-def make_requests(prompts: Sequence[Prompt], samples_per_prompt: int, *, run_seed: int, step: int) -> list[Request]:
-    """The requests of one step, a group of ``samples_per_prompt`` for each prompt, in (group, sample) order."""
-    return [
-        Request(prompt, group_id, sample_id, request_seed(run_seed, step, prompt.prompt_id, sample_id))
-        for group_id, prompt in enumerate(prompts)
-        for sample_id in range(samples_per_prompt)
-    ]
-
-
 def assign(requests: Sequence[Request], replica: int, replicas: int) -> list[Request]:
     """The share of one replica: a contiguous slice, sizes equal to within one request.
 
@@ -52,15 +43,20 @@ def assign(requests: Sequence[Request], replica: int, replicas: int) -> list[Req
     return list(requests[len(requests) * replica // replicas : len(requests) * (replica + 1) // replicas])
 
 
-def to_batch(samples: Sequence[Sample]) -> Batch:
+def samples_to_batch(samples: Sequence[Sample], scores: Sequence[float] | None = None) -> Batch:
     """Prompt and response of each sample as one sequence, sorted by (group, sample).
+
+    Args:
+        samples: any number, in any order.
+        scores: of each sample, for the array ``scores``; None: no such array.
 
     Returns:
         Batch with, per token, ``input_ids``, ``position_ids``, ``response_mask`` and ``rollout_log_probs`` (0 on the
         prompt); per sequence ``prompt_ids``, ``group_ids``, ``sample_ids``, ``finished`` and ``versions``. A response
         without tokens leaves its prompt, with no token masked as response.
     """
-    ordered = sorted(samples, key=lambda s: (s.request.group_id, s.request.sample_id))
+    order = sorted(range(len(samples)), key=lambda i: (samples[i].request.group_id, samples[i].request.sample_id))
+    ordered = [samples[i] for i in order]
     prompts = [s.request.prompt.input_ids for s in ordered]
     prompt_lengths = torch.tensor([len(ids) for ids in prompts], dtype=torch.int64)
     response_lengths = torch.tensor([len(s.response_ids) for s in ordered], dtype=torch.int64)
@@ -87,6 +83,9 @@ def to_batch(samples: Sequence[Sample]) -> Batch:
         "finished": torch.tensor([s.finished for s in ordered], dtype=torch.bool),
         "versions": torch.tensor([s.version for s in ordered], dtype=torch.int64),
     }
+    if scores is not None:
+        assert len(scores) == len(samples), f"{len(scores)} scores for {len(samples)} samples"
+        sequences["scores"] = torch.tensor([scores[i] for i in order], dtype=torch.float32)
     return Batch(cu_seqlens, tokens, sequences)
 
 
@@ -96,13 +95,13 @@ def sort_batch(batch: Batch) -> Batch:
     return batch.select(torch.argsort(batch["group_ids"] * num_samples + batch["sample_ids"]))
 
 
-def from_batch(
+def batch_to_samples(
     batch: Batch, requests: Mapping[tuple[int, int], Request], decode: Callable[[Sequence[int]], str]
 ) -> list[Sample]:
-    """Samples again, out of a batch that ``to_batch`` made (a journal of rollouts, say); inverse up to ``seconds``.
+    """Samples again, out of a batch that ``samples_to_batch`` made (a journal of rollouts); inverse up to ``seconds``.
 
     Args:
-        batch: with the arrays of ``to_batch``.
+        batch: with the arrays of ``samples_to_batch``.
         requests: by (group id, sample id), at least those of the batch.
         decode: response ids -> text, without special tokens.
     """

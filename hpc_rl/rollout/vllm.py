@@ -18,7 +18,7 @@ from hpc_rl.errors import RunError, UserError
 from hpc_rl.rollout import vllm_compat as compat
 from hpc_rl.rollout.protocol import Request, Sample
 from hpc_rl.rollout.stopping import StopStrings
-from hpc_rl.rollout.vllm_guard import ProcessGuard
+from hpc_rl.rollout.vllm_guard import GUARD
 from hpc_rl.rollout.vllm_map import live_shard_map, zero_uncovered
 from hpc_rl.tensors.shardmap import ShardMap
 
@@ -40,6 +40,8 @@ class VLLMEngine:
     Every rank constructs it at the same time. Its weights are undefined until all of them were written through
     ``shard_map()``, followed by ``set_version``. Log-probs of samples are those of log_softmax(logits / temperature)
     over the whole vocabulary, also when top_p or top_k restrict what can be sampled.
+
+    ``replica`` of ``num_replicas`` is the one that this rank belongs to; ``is_leader`` is true on one rank of each.
 
     Args:
         model_dir: directory with ``config.json``; weights in it are not read.
@@ -67,17 +69,18 @@ class VLLMEngine:
         device: str,
         tokenizer: Any = None,
     ) -> None:
-        world_size = dist.get_world_size() if dist.is_initialized() else 1
+        rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         if world_size % tp:
             raise UserError(f"rollout.tp={tp} does not divide the world size {world_size}: set rollout.tp to a divisor")
         if config.stop and tokenizer is None:
             raise UserError(f"rollout.stop={config.stop} needs a tokenizer: set model.tokenizer")
         self.config, self.device, self.tokenizer, self.max_model_len = config, device, tokenizer, max_model_len
+        self.replica, self.num_replicas, self.is_leader = rank // tp, world_size // tp, rank % tp == 0
         self.version = -1
         self.stop_token_ids = stop_token_ids(model_dir, tokenizer)
         self._stop_strings = StopStrings(config.stop, tokenizer)
         self._serial = 0  # of requests, over all calls
-        self._guard = ProcessGuard()
+        self._asleep: set[str] = set()  # tags of the memory that vLLM has given back
         compat.prepare_environment(device)
         if not dist.is_initialized():
             backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
@@ -86,7 +89,7 @@ class VLLMEngine:
             model_dir, config, dtype=dtype, max_model_len=max_model_len, tp=tp, seed=seed, device=device
         )
         job = _shared_name()
-        with self._guard.start():
+        with GUARD.start():
             self._core = compat.build_core(values, job)
             if config.top_p < 1 or config.top_k > 0:
                 compat.report_untruncated_log_probs(self._core)
@@ -116,7 +119,7 @@ class VLLMEngine:
             self._check(request)
         results: list[Sample | None] = [None] * len(requests)
         running: dict[str, _Running] = {}
-        with self._guard.vllm():
+        with GUARD.vllm():
             try:
                 for index, request in enumerate(requests):
                     running[self._add(request, temperature)] = _Running(request, index)
@@ -125,7 +128,7 @@ class VLLMEngine:
                     for run, finished in self._step(running, begin_s):
                         sample = results[run.index] = self._sample(run, finished)
                         if on_finished is not None:
-                            with self._guard.trainer():
+                            with GUARD.trainer():
                                 on_finished(sample)
             except BaseException:
                 self._core.abort_requests(list(running))
@@ -223,32 +226,49 @@ class VLLMEngine:
         Raises:
             RunError: requests still run.
         """
-        with self._guard.vllm():
+        with GUARD.vllm():
             if self._core.scheduler.has_unfinished_requests() or not self._core.reset_prefix_cache():
                 raise RunError(f"weights changed to version {version} while vLLM still generates")
         self.version = version
 
     def sleep(self) -> None:
         """Frees the GPU for the trainer; level 1 keeps the weights on the host, level 2 drops them: write all again."""
-        if self.device == "cuda" and self.config.sleep_level > 0:
-            with self._guard.vllm():
+        if self.device == "cuda" and self.config.sleep_level > 0 and not self._asleep:
+            with GUARD.vllm():
                 self._core.sleep(self.config.sleep_level)
+            self._asleep = {"weights", "kv_cache"}
 
     def wake(self, tags: Sequence[str] | None = None) -> None:
-        """Takes GPU memory back; ``tags``: ``weights`` first, then ``kv_cache``; None: both."""
-        if self.device == "cuda" and self.config.sleep_level > 0:
-            with self._guard.vllm():
-                for tag in ("weights", "kv_cache"):  # vLLM restores buffers at the first tag, so weights come first
-                    if tags is None or tag in tags:
-                        self._core.wake_up([tag])
-                        if tag == "weights" and self.config.sleep_level == 2:
-                            zero_uncovered(self._map, self._local)
+        """Takes GPU memory back, of what sleeps.
+
+        Args:
+            tags: ``weights``, then ``kv_cache``; None: both.
+
+        Raises:
+            RunError: the KV cache is to wake before the weights.
+        """
+        wanted = self._asleep if tags is None else self._asleep.intersection(tags)
+        if wanted == {"kv_cache"} and "weights" in self._asleep:
+            raise RunError("vLLM's KV cache was woken before its weights: wake the weights first")
+        for tag in sorted(wanted, reverse=True):  # vLLM restores buffers among the weights at the first tag it gets
+            with GUARD.vllm():
+                self._core.wake_up([tag])
+            if tag == "weights":
+                zero_uncovered(self._map, self._local)
+        self._asleep = self._asleep - wanted
 
     def close(self) -> None:
         """Frees the engine; the trainer's process groups live on."""
-        with self._guard.vllm():
+        with GUARD.vllm():
             compat.shut_down(self._core)
         self._local = {}
+
+
+def preload(device: str) -> None:
+    """Imports vLLM and does nothing else, so that processes forked afterwards need not: it takes seconds of CPU."""
+    compat.prepare_environment(device)
+    with GUARD.start():
+        compat.import_vllm(device)
 
 
 def stop_token_ids(model_dir: str, tokenizer: Any) -> list[int]:

