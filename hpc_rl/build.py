@@ -1,0 +1,190 @@
+"""From a configuration to the parts of a job: ranks, models, sampler, storage. Everything heavy starts here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hpc_rl import rng
+from hpc_rl.algo.registry import algorithm
+from hpc_rl.config import Config, OptimizerConfig
+from hpc_rl.config_check import cross_check, read_hf_config
+from hpc_rl.config_load import dump_config
+from hpc_rl.data.prompts import PromptSet, PromptStream
+from hpc_rl.engine.colocate import Colocation
+from hpc_rl.engine.megatron import MegatronEngine
+from hpc_rl.errors import UserError
+from hpc_rl.metrics.sinks import Sinks
+from hpc_rl.parallel import state as parallel_state
+from hpc_rl.parallel.collectives import agree, gather_objects
+from hpc_rl.parallel.state import ParallelState
+from hpc_rl.reshard.execute import Resharder
+from hpc_rl.reward.score import RewardFunction
+from hpc_rl.rollout.vllm import VLLMEngine
+from hpc_rl.storage.checkpoint import Checkpointer
+from hpc_rl.tensors.canonical import ModelSpec
+from hpc_rl.tensors.hf import RandomSource, load_into, open_source
+from launch.env import RankInfo, detect, export_torch_env
+
+
+@dataclass
+class Job:
+    """The parts of one run on this rank. ``critic`` and ``reference`` are None where the algorithm has no use for them."""
+
+    parallel: ParallelState
+    prompts: PromptStream
+    actor: MegatronEngine
+    critic: MegatronEngine | None
+    reference: MegatronEngine | None
+    sampler: VLLMEngine
+    reward: RewardFunction
+    resharder: Resharder
+    colocation: Colocation
+    checkpointer: Checkpointer
+    resume_from: Path | None
+
+    @property
+    def trained(self) -> dict[str, MegatronEngine]:
+        """Role -> engine, of those that learn."""
+        return {e.role: e for e in (self.actor, self.critic) if e is not None}
+
+    def close(self) -> None:
+        """Waits for the write in flight, ends the sampler, leaves the process group."""
+        self.checkpointer.close()
+        self.sampler.close()
+        parallel_state.destroy()
+
+
+def build(config: Config) -> Job:
+    """Joins the job and builds everything; every rank calls it at the same time.
+
+    Raises: UserError on every rank, before any model is built, for what does not fit.
+    """
+    info = detect()
+    export_torch_env(info)
+    hf_config = read_hf_config(config)
+    cross_check(config, info.world_size, hf_config)
+    device = choose_device(config, info)
+    tokenizer = load_tokenizer(config)
+    reward = RewardFunction.from_config(config.reward)
+    prompts = PromptSet.from_config(config, tokenizer, reward.required_fields)
+    stream = PromptStream(prompts, config.seed, config.data.shuffle, config.data.prompts_per_step)
+    parallel = parallel_state.initialize(config, device)
+    if parallel.rank == 0:
+        print(f"Prompts: {prompts.summary()}", flush=True)
+    rng.seed_all(config.seed, parallel.rank)
+    model_dir = prepare_run_dir(config, parallel)
+    actor, critic, reference = build_engines(config, hf_config, parallel)
+    sampler = VLLMEngine(
+        model_dir,
+        config.rollout,
+        dtype=config.model.dtype,
+        max_model_len=config.data.max_prompt_tokens + config.rollout.max_response_tokens,
+        tp=config.rollout.tp or config.parallel.tp,
+        seed=config.seed,
+        device=device.type,
+        tokenizer=tokenizer,
+    )
+    checkpointer = Checkpointer(
+        config.run.dir, config.checkpoint, rank=parallel.rank, world_size=info.world_size, group=dist.group.WORLD
+    )
+    return Job(
+        parallel=parallel,
+        prompts=stream,
+        actor=actor,
+        critic=critic,
+        reference=reference,
+        sampler=sampler,
+        reward=reward,
+        resharder=Resharder(actor, sampler, config.reshard),
+        colocation=Colocation(sampler, [e for e in (actor, critic, reference) if e], offload=config.parallel.offload),
+        checkpointer=checkpointer,
+        resume_from=find_checkpoint(config, checkpointer),
+    )
+
+
+def build_engines(
+    config: Config, hf_config: Mapping[str, Any], parallel: ParallelState
+) -> tuple[MegatronEngine, MegatronEngine | None, MegatronEngine | None]:
+    """Actor, critic and reference with their weights."""
+    steps = config.steps * config.algorithm.epochs * config.algorithm.mini_batches
+    spec = ModelSpec.from_hf_config(hf_config)
+
+    def engine(role: str, path: str | None, optimizer: OptimizerConfig | None) -> MegatronEngine:
+        built = MegatronEngine(role, spec, config, parallel, optimizer=optimizer, total_steps=steps)
+        source = open_source(path) if path is not None else RandomSource(built.spec, config.seed)
+        error: BaseException | None = None
+        try:
+            load_into(*built.shard_map(), source, may_miss=("value_head.weight",) if role == "critic" else ())
+        except Exception as e:
+            error = e
+        agree(error)
+        built.parameters_changed()
+        return built
+
+    model = config.model
+    actor = engine("actor", model.path, config.actor)
+    critic = engine("critic", model.critic_path or model.path, config.critic) if needs_critic(config) else None
+    reference = engine("reference", model.reference_path or model.path, None) if needs_reference(config) else None
+    return actor, critic, reference
+
+
+def needs_critic(config: Config) -> bool:
+    return algorithm(config.algorithm.name).needs_critic
+
+
+def needs_reference(config: Config) -> bool:
+    return config.algorithm.kl_placement != "none"
+
+
+def choose_device(config: Config, info: RankInfo) -> torch.device:
+    """The device of this rank. Raises UserError if a GPU is asked for and none is there."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if config.launch.device == "cpu" or (config.launch.device == "auto" and count == 0):
+        return torch.device("cpu")
+    if count == 0:
+        raise UserError("launch.device is cuda, but torch sees no GPU: set launch.device=cpu, or use a CUDA build of torch")
+    if info.local_rank >= count:
+        raise UserError(
+            f"local rank {info.local_rank} has no GPU, this node has {count}: start at most {count} ranks on a node"
+        )
+    return torch.device("cuda", info.local_rank)
+
+
+def load_tokenizer(config: Config) -> Any:
+    """The HF tokenizer of ``model.tokenizer`` or ``model.path``."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(config.model.tokenizer or config.model.path)
+
+
+def prepare_run_dir(config: Config, parallel: ParallelState) -> str:
+    """Makes the run directory and writes its config.yaml. Returns the directory whose config.json the sampler reads."""
+    run_dir = Path(config.run.dir)
+    model_dir = config.model.path
+    if parallel.rank == 0:
+        (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+        (run_dir / "config.yaml").write_text(dump_config(config))
+        if model_dir is None:
+            (run_dir / "model").mkdir(exist_ok=True)
+            (run_dir / "model" / "config.json").write_text(json.dumps(dict(config.model.config or {}), indent=2))
+    gather_objects(None)  # the files are there
+    return model_dir or str(run_dir / "model")
+
+
+def make_sinks(config: Config, parallel: ParallelState, resumed_step: int) -> Sinks:
+    """Where metrics go: everywhere asked for on rank 0, nowhere on the others."""
+    return Sinks.from_config(config, resumed_step) if parallel.rank == 0 else Sinks([])
+
+
+def find_checkpoint(config: Config, checkpointer: Checkpointer) -> Path | None:
+    """The checkpoint that ``resume`` names, or None for a fresh start."""
+    if config.resume == "none":
+        return None
+    return checkpointer.latest() if config.resume == "auto" else Path(config.resume)
