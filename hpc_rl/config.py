@@ -124,7 +124,7 @@ class AlgorithmConfig:
     reject: Literal[
         "none", "token-k1", "token-k2", "token-k3", "seq-sum-k1", "seq-sum-k2", "seq-sum-k3",
         "seq-mean-k1", "seq-mean-k2", "seq-mean-k3", "seq-max-k2", "seq-max-k3",
-    ] = Field("none", description="leaves tokens or sequences out; seq-mean-k1: geometric mean of the ratio")  # fmt: skip
+    ] = Field("none", description="tokens or sequences to leave out; seq-mean-k1: geometric mean")  # fmt: skip
     reject_low: float = Field(0.5, ge=0, description="k1: smallest trainer / sampler ratio kept")
     reject_high: float = Field(2.0, gt=0, description="k1: largest ratio kept; k2, k3: largest divergence kept")
 

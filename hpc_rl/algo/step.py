@@ -69,11 +69,11 @@ def _check(batch: Batch, config: Config, kl_coef: float) -> None:
             f"algorithm.kl_placement={config.algorithm.kl_placement} needs ref_log_probs, but the batch has none: "
             "add a reference policy or set kl_placement to none"
         )
-    token_scores = keep(batch["token_level_scores"], batch["response_mask"])
-    bad = ~batch["scores"].isfinite() | ~segment_sum(token_scores, batch.cu_seqlens).isfinite()
-    if bad.any():
-        row = int(bad.nonzero()[0])
-        raise RunError(f"the reward of sequence {row} is {float(batch['scores'][row])}, but a reward must be finite")
+    sums = segment_sum(keep(batch["token_level_scores"], batch["response_mask"]).double(), batch.cu_seqlens)
+    both = batch["scores"].double() + sums
+    if not both.isfinite().all():
+        row = int((~both.isfinite()).nonzero()[0])
+        raise RunError(f"the reward of sequence {row} is {float(both[row])}, but a reward must be finite")
 
 
 def _rewards(batch: Batch, config: Config, kl_coef: float) -> tuple[Tensor, dict[str, float]]:
@@ -168,7 +168,7 @@ def policy_loss(config: Config, kl_coef: float) -> LossFn:
     """The actor's loss: policy loss - entropy_coef entropy + kl_coef KL (kl_placement loss), all with ``loss_weights``.
 
     Metrics are sums that add over micro-batches and ranks: loss/policy, loss/kl, loss/entropy as they enter the loss;
-    entropy, kl_loss, approx_kl (mean old - new log-prob), ratio, clip_frac, ... as means over response tokens.
+    entropy, kl_loss, approx_kl (mean old - new log-prob, clamped), ratio, clip_frac, ... as means over response tokens.
     """
     algo, token_loss = config.algorithm, algorithm(config.algorithm.name).policy_loss
 
@@ -180,7 +180,7 @@ def policy_loss(config: Config, kl_coef: float) -> LossFn:
         if "correction_weights" in batch:
             loss = loss * batch["correction_weights"]
         terms = {"policy": loss}
-        per_token = {**per_token, "approx_kl": -inputs.log_ratio()}
+        per_token = {**per_token, "approx_kl": -inputs.clamped_log_ratio()}
         if "entropy" in outputs:
             per_token["entropy"] = keep(outputs["entropy"], mask)
             if algo.entropy_coef:

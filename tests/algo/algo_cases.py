@@ -39,9 +39,7 @@ def _decode(entry: dict[str, Any]) -> Any:
     if entry["dtype"] == "str":
         return entry["data"]
     dtype = torch.float64 if entry["dtype"].startswith("float") else torch.int64
-    return torch.tensor([float(x) for x in entry["data"]]).to(dtype).reshape(entry["shape"]) if (
-        dtype == torch.int64
-    ) else torch.tensor([float(x) for x in entry["data"]], dtype=dtype).reshape(entry["shape"])
+    return torch.tensor([float(x) for x in entry["data"]], dtype=torch.float64).to(dtype).reshape(entry["shape"])
 
 
 @cache

@@ -35,7 +35,9 @@ def test_acceptance_mask(case: Case, layout: str) -> None:
     flat = Flat(case["response_mask"], layout)
     log_ratio = mismatch(flat(case["old_log_prob"]), flat(case["rollout_log_prob"]), flat.mask)
     accepted = flat.mask
-    options = zip(case.params["rollout_rs"].split(","), str(case.params["rollout_rs_threshold"]).split(","), strict=True)
+    options = zip(
+        case.params["rollout_rs"].split(","), str(case.params["rollout_rs_threshold"]).split(","), strict=True
+    )
     for option, threshold in options:
         low, high = _bounds(option, threshold)
         rule = option.replace("_", "-")

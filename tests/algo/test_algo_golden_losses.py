@@ -45,7 +45,7 @@ def weights_of(case: Case, flat: Flat, mode: str | None = None) -> Tensor:
     mask = torch.cat([flat.mask, torch.ones(int(others.sum()), dtype=torch.bool)])
     cu_seqlens = cumulative(torch.cat([flat.cu_seqlens.diff(), others]))
     weights = losses.loss_weights(mode, mask, cu_seqlens, limit, torch.float64)
-    return weights[: flat.mask.numel()] * case.params["dp_size"]  # verl's FSDP averages gradients over dp, hence dp_size
+    return weights[: flat.mask.numel()] * case.params["dp_size"]  # verl averages gradients over dp later
 
 
 def _other_lengths(case: Case, flat: Flat) -> Tensor:
