@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from hpc_rl.batch import Batch
 from hpc_rl.config import Config
@@ -14,7 +16,7 @@ from hpc_rl.parallel.collectives import agree, gather_objects, rank, world_size
 from hpc_rl.parallel.layout import replica_of
 from hpc_rl.reward.score import RewardFunction
 from hpc_rl.rollout.protocol import Prompt, Request, RolloutEngine, Sample
-from hpc_rl.rollout.sampler import assign, make_requests, sort_batch, to_batch
+from hpc_rl.rollout.sampler import assign, request_seed, samples_to_batch, sort_batch
 from hpc_rl.storage.rollout_reader import Record, finished_samples
 from hpc_rl.storage.rollouts import RolloutWriter
 
@@ -30,7 +32,7 @@ def collect(
     Returns: the whole batch, equal on every rank, sorted by (group, sample); metrics of generation.
     Raises: RunError on every rank if any rank's reward fails by policy.
     """
-    requests = make_requests(prompts, config.rollout.samples_per_prompt, run_seed=config.seed, step=step)
+    requests = step_requests(prompts, config.rollout.samples_per_prompt, config.seed, step)
     kept = _kept(requests, config, step) if config.checkpoint.rollouts else {}
     missing = [r for r in requests if (r.group_id, r.sample_id) not in kept]
     gen_tp = config.rollout.tp or config.parallel.tp
@@ -48,13 +50,31 @@ def collect(
         except Exception as caught:  # the other ranks wait in `agree` to hear of it
             error = caught
     agree(error)
-    parts = gather_objects(_scored(samples, scores) if place == 0 else None)
+    parts = gather_objects(samples_to_batch(samples, scores) if place == 0 else None)
     batches = [part for part in parts if part is not None]
     if kept:
-        batches.append(_scored([s for s, _ in kept.values()], [score for _, score in kept.values()]))
+        batches.append(samples_to_batch([s for s, _ in kept.values()], [score for _, score in kept.values()]))
     batch = sort_batch(Batch.concat(batches))
     assert len(batch) == len(requests), f"{len(requests)} samples were asked for, {len(batch)} are there"
+    batch = batch.with_tokens(token_level_scores=_token_level_scores(batch))
     return batch, {"reward_errors": float(sum(gather_objects(reward.num_errors))), "reused_samples": float(len(kept))}
+
+
+def step_requests(prompts: Sequence[Prompt], samples_per_prompt: int, run_seed: int, step: int) -> list[Request]:
+    """Every sample of the step, the same on every rank: prompt by prompt, each with its own seed.
+
+    A prompt that occurs again in the step (at the border of two epochs) goes on counting its samples, so that no two
+    of them share a seed.
+    """
+    requests: list[Request] = []
+    seen: Counter[int] = Counter()
+    for group_id, prompt in enumerate(prompts):
+        first = seen[prompt.prompt_id] * samples_per_prompt
+        seen[prompt.prompt_id] += 1
+        for sample_id in range(first, first + samples_per_prompt):
+            seed = request_seed(run_seed, step, prompt.prompt_id, sample_id)
+            requests.append(Request(prompt, group_id, sample_id, seed))
+    return requests
 
 
 def rollout_key(config: Config) -> str:
@@ -79,12 +99,10 @@ def _kept(requests: Sequence[Request], config: Config, step: int) -> dict[tuple[
     return kept
 
 
-def _scored(samples: Sequence[Sample], scores: Sequence[float]) -> Batch:
-    """Samples as a batch with ``scores`` [B] and ``token_level_scores`` [N]: the score at the last response token."""
-    order = sorted(range(len(samples)), key=lambda i: (samples[i].request.group_id, samples[i].request.sample_id))
-    batch = to_batch(samples)
-    by_sequence = torch.tensor([scores[i] for i in order], dtype=torch.float32)
-    token_scores = torch.zeros(batch.num_tokens)
-    has_response = batch["response_mask"][(batch.cu_seqlens[1:] - 1).clamp(min=0)] if len(batch) else torch.zeros(0).bool()
-    token_scores[(batch.cu_seqlens[1:] - 1)[has_response]] = by_sequence[has_response]
-    return batch.with_sequences(scores=by_sequence).with_tokens(token_level_scores=token_scores)
+def _token_level_scores(batch: Batch) -> Tensor:
+    """float32 [N]: each sequence's score at its last token, if that is a response token; 0 elsewhere."""
+    last = batch.cu_seqlens[1:] - 1
+    has_response = batch["response_mask"][last]
+    scores = torch.zeros(batch.num_tokens)
+    scores[last[has_response]] = batch["scores"][has_response]
+    return scores
