@@ -59,14 +59,14 @@ def prepare(batch: Batch, config: Config, kl_coef: float) -> tuple[Batch, dict[s
 def _check(batch: Batch, config: Config, kl_coef: float) -> None:
     algo, name = algorithm(config.algorithm.name), config.algorithm.name
     if algo.needs_critic and "values" not in batch:
-        raise UserError(f"algorithm.name={name} needs a critic's values, but the batch has none: add a critic")
+        raise UserError(f"algorithm.name = {name} needs a critic's values, but the batch has none: add a critic")
     if algo.needs_greedy and "baseline_scores" not in batch:
         raise UserError(
-            f"algorithm.name={name} needs baseline_scores of greedy responses, but the batch has none: draw them"
+            f"algorithm.name = {name} needs baseline_scores of greedy responses, but the batch has none: draw them"
         )
     if config.algorithm.kl_placement != "none" and kl_coef > 0 and "ref_log_probs" not in batch:
         raise UserError(
-            f"algorithm.kl_placement={config.algorithm.kl_placement} needs ref_log_probs, but the batch has none: "
+            f"algorithm.kl_placement = {config.algorithm.kl_placement} needs ref_log_probs, but the batch has none: "
             "add a reference policy or set kl_placement to none"
         )
     sums = segment_sum(keep(batch["token_level_scores"], batch["response_mask"]).double(), batch.cu_seqlens)

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from algo_cases import Case, close, load
-from test_algo_golden_correction import CASES as CORRECTION
-from test_algo_golden_losses import BYPASS, ENTROPY, POLICY, TRL
-from test_algo_golden_rewards import ADVANTAGE, GAE, KL, KL_IN_REWARD, WHITEN
 
 from hpc_rl.algo import preference
+from tests.algo.cases import Case, close, load
+from tests.algo.test_golden_correction import CASES as CORRECTION
+from tests.algo.test_golden_losses import BYPASS, ENTROPY, POLICY, TRL
+from tests.algo.test_golden_rewards import ADVANTAGE, GAE, KL, KL_IN_REWARD, WHITEN
 
 parametrize = pytest.mark.parametrize
 DPO = [

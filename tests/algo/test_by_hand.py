@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-from algo_batches import AGGREGATIONS, make_batch
 
 from hpc_rl.algo import advantages as adv
 from hpc_rl.algo import losses, masked, preference, shaping
@@ -12,6 +11,7 @@ from hpc_rl.algo.correction import acceptance_mask, importance_weights, mismatch
 from hpc_rl.algo.kl import KLController, kl_estimate
 from hpc_rl.algo.losses import PolicyInputs
 from hpc_rl.config import AlgorithmConfig
+from tests.algo.batches import AGGREGATIONS, make_batch
 
 F64 = torch.float64
 

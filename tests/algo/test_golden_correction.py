@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from algo_cases import LAYOUTS, Case, Flat, close, load
 
 from hpc_rl.algo.correction import acceptance_mask, importance_weights, mismatch, mismatch_metrics
 from hpc_rl.algo.masked import masked_mean
+from tests.algo.cases import LAYOUTS, Case, Flat, close, load
 
 CASES = [c for c in load("rollout_corr") if c.name != "k2_rejects_range"]  # an option's syntax of verl's
 

@@ -2,7 +2,12 @@
 
 import pytest
 import torch
-from algo_batches import (
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hpc_rl.algo.step import prepare
+from hpc_rl.batch import Batch
+from tests.algo.batches import (
     AGGREGATIONS,
     FLOATS,
     NAMES,
@@ -12,11 +17,6 @@ from algo_batches import (
     outputs_of,
     whole_step,
 )
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-
-from hpc_rl.algo.step import prepare
-from hpc_rl.batch import Batch
 
 quick = settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 names = pytest.mark.parametrize("name", NAMES)

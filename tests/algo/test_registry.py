@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from hpc_rl.algo.registry import ALGORITHMS, algorithm, needs_reference, validate, with_defaults
+from hpc_rl.algo.registry import ALGORITHMS, algorithm, validate, with_defaults
 from hpc_rl.config import AlgorithmConfig, Config, ModelConfig, RolloutConfig
 from hpc_rl.errors import UserError
 
@@ -61,35 +61,33 @@ def test_unknown_algorithm(name: str, hint: str) -> None:
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    (name, {"samples": 1}, "samples_per_prompt=1.*compares.*2 or more")
+    (name, {"samples": 1}, "samples_per_prompt = 1.*compares.*2 or more")
     for name, algo in ALGORITHMS.items()
     if algo.needs_groups
 ]
 REFUSED += [
-    ("grpo", {"critic_warmup_steps": 5}, "critic_warmup_steps=5.*no critic"),
-    ("grpo", {"model": {"critic_path": "a/b"}}, "critic_path=a/b.*no critic"),
-    ("ppo", {"critic_warmup_steps": 10, "steps": 10}, "critic_warmup_steps=10.*steps=10.*never learn"),
-    ("grpo", {"gamma": 0.9}, "gamma=0.9.*does not discount"),
-    ("ppo", {"clip_low": 0.3, "clip_high": 0.2}, "clip_low=0.3 is above clip_high=0.2.*swap"),
-    ("gspo", {"clip_low": 4e-4, "clip_high": 3e-4}, "clip_low=0.0004 is above"),
+    ("grpo", {"critic_warmup_steps": 5}, "critic_warmup_steps = 5.*no critic"),
+    ("grpo", {"model": {"critic_path": "a/b"}}, "critic_path = a/b.*no critic"),
+    ("ppo", {"critic_warmup_steps": 10, "steps": 10}, "critic_warmup_steps = 10.*steps = 10.*never learn"),
+    ("grpo", {"gamma": 0.9}, "gamma = 0.9.*does not discount"),
+    ("ppo", {"clip_low": 0.3, "clip_high": 0.2}, "clip_low = 0.3 is above clip_high = 0.2.*swap"),
+    ("gspo", {"clip_low": 4e-4, "clip_high": 3e-4}, "clip_low = 0.0004 is above"),
     ("ppo", {"clip_low": 0.0, "clip_high": 0.0}, "no room"),
-    ("ppo", {"clip_low": 1.2, "clip_high": 2.0}, "clip_low=1.2.*fall to -0.2.*distance"),
-    ("gspo", {"clip_dual": 3.0}, "clip_dual=3.0.*no dual"),
+    ("ppo", {"clip_low": 1.2, "clip_high": 2.0}, "clip_low = 1.2.*fall to -0.2.*distance"),
+    ("gspo", {"clip_dual": 3.0}, "clip_dual = 3.0.*no dual"),
     ("gpg", {"clip_dual": 3.0}, "no dual"),
-    ("ppo", {"kl_target": 0.1, "kl_placement": "none"}, "kl_target=0.1.*kl_placement=none"),
-    ("ppo", {"kl_target": 0.1, "kl_coef": 0.0}, "kl_coef=0"),
-    ("ppo", {"kl_straight_through": True}, "kl_placement=reward has none"),
-    ("dapo", {"model": {"reference_path": "r"}}, "reference_path=r.*kl_placement=none"),
-    ("dapo", {"overlong_buffer_tokens": 33}, "overlong_buffer_tokens=33.*max_response_tokens=32"),
+    ("ppo", {"kl_target": 0.1, "kl_placement": "none"}, "kl_target = 0.1.*kl_placement = none"),
+    ("ppo", {"kl_target": 0.1, "kl_coef": 0.0}, "kl_coef = 0"),
+    ("ppo", {"kl_straight_through": True}, "kl_placement = reward has none"),
+    ("dapo", {"model": {"reference_path": "r"}}, "reference_path = r.*kl_placement = none"),
+    ("dapo", {"overlong_buffer_tokens": 33}, "overlong_buffer_tokens = 33.*max_response_tokens = 32"),
     (
         "grpo",
         {"correction": "icepop-token", "correction_low": 2.0},
-        "correction_low=2.0 is not below",
+        "correction_low = 2.0 is not below",
     ),
-    ("grpo", {"reject": "seq-mean-k1", "reject_low": 3.0}, "reject_low=3.0 is not below"),
-    ("grpo", {"correction_normalize": True}, "correction=none"),
-    ("ppo", {"entropy_coef": float("nan")}, "entropy_coef=nan must be finite"),
-    ("ppo", {"kl_coef": float("inf")}, "kl_coef=inf must be finite"),
+    ("grpo", {"reject": "seq-mean-k1", "reject_low": 3.0}, "reject_low = 3.0 is not below"),
+    ("grpo", {"correction_normalize": True}, "correction = none"),
 ]
 
 
@@ -126,11 +124,6 @@ def test_values_out_of_their_own_range_never_get_here() -> None:
     ):
         with pytest.raises(ValidationError):
             AlgorithmConfig(**values)
-
-
-def test_needs_reference() -> None:
-    assert needs_reference(config_of("ppo")) and needs_reference(config_of("grpo"))
-    assert not needs_reference(config_of("dapo")) and not needs_reference(config_of("ppo", kl_coef=0.0))
 
 
 def test_no_process_group_is_imported() -> None:

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from algo_cases import LAYOUTS, Case, Flat, close, load
 from torch import Tensor
 
 from hpc_rl.algo import losses
@@ -12,6 +11,7 @@ from hpc_rl.algo.masked import keep, masked_mean, segment_count, segment_mean
 from hpc_rl.algo.step import policy_loss
 from hpc_rl.batch import Batch, cumulative
 from hpc_rl.config import AlgorithmConfig, Config
+from tests.algo.cases import LAYOUTS, Case, Flat, close, load
 
 NO_POLICY_LOSS = ("geo_mean", "dppo_tv", "dppo_kl", "dro", "kl_cov")
 ALL_POLICY = [c for c in load("policy_loss") if c.params.get("loss_mode") not in NO_POLICY_LOSS]

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from algo_cases import LAYOUTS, Case, Flat, close, integers, load
 
 from hpc_rl.algo import advantages as adv
 from hpc_rl.algo import masked
@@ -10,6 +9,7 @@ from hpc_rl.algo.kl import KLController, kl_estimate
 from hpc_rl.algo.step import prepare
 from hpc_rl.batch import Batch
 from hpc_rl.config import AlgorithmConfig, Config
+from tests.algo.cases import LAYOUTS, Case, Flat, close, integers, load
 
 ESTIMATORS = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 NO_ADVANTAGE = ("grpo_passk", "optimal_token_baseline", "tir_optimal_token_baseline")

@@ -5,7 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from algo_batches import (
+
+from hpc_rl.algo.losses import loss_weights
+from hpc_rl.algo.masked import segment_count
+from hpc_rl.algo.step import mini_batches, policy_loss, prepare
+from hpc_rl.batch import Batch, cumulative
+from hpc_rl.errors import RunError, UserError
+from tests.algo.batches import (
     AGGREGATIONS,
     MAX_RESPONSE_TOKENS,
     NAMES,
@@ -16,12 +22,6 @@ from algo_batches import (
     outputs_of,
     whole_step,
 )
-
-from hpc_rl.algo.losses import loss_weights
-from hpc_rl.algo.masked import segment_count
-from hpc_rl.algo.step import mini_batches, policy_loss, prepare
-from hpc_rl.batch import Batch, cumulative
-from hpc_rl.errors import RunError, UserError
 
 names = pytest.mark.parametrize("name", NAMES)
 INF, NAN = float("inf"), float("nan")
@@ -209,7 +209,7 @@ def test_a_reward_that_is_not_finite_stops_the_run(score: float, where: str) -> 
         token = int((batch["response_mask"] & (batch.sequence_index() == 3)).nonzero()[0])
         values = batch["token_level_scores"].index_fill(0, torch.tensor([token]), score)
         batch = batch.with_tokens(token_level_scores=values)
-    with pytest.raises(RunError, match="sequence 3 is (nan|-?inf).*finite"):
+    with pytest.raises(RunError, match=r"sequence 3 is (nan|-?inf).*finite"):
         prepare(batch, make_config("grpo"), 0.0)
 
 
@@ -218,7 +218,7 @@ def test_a_reward_that_is_not_finite_stops_the_run(score: float, where: str) -> 
     [
         ("ppo", "values", "needs a critic's values"),
         ("remax", "baseline_scores", "greedy"),
-        ("grpo", "ref_log_probs", "kl_placement=loss needs ref_log_probs"),
+        ("grpo", "ref_log_probs", "kl_placement = loss needs ref_log_probs"),
     ],
 )
 def test_missing_arrays_are_named(name: str, missing: str, message: str) -> None:
