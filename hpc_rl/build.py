@@ -24,8 +24,8 @@ from hpc_rl.errors import UserError
 from hpc_rl.parallel import state as parallel_state
 from hpc_rl.parallel.collectives import agree, gather_objects
 from hpc_rl.parallel.state import ParallelState
+from hpc_rl.reshard.connect import connect
 from hpc_rl.reshard.execute import Resharder
-from hpc_rl.reshard.plan import make_plan
 from hpc_rl.reward.score import RewardFunction
 from hpc_rl.rollout.vllm import VLLMEngine
 from hpc_rl.storage.checkpoint import Checkpointer
@@ -104,7 +104,13 @@ def build(config: Config) -> Job:
         reference=reference,
         sampler=sampler,
         reward=reward,
-        resharder=make_resharder(actor, sampler, config, info),
+        resharder=connect(
+            actor.shard_map(),
+            sampler.shard_map(),
+            config=config.reshard,
+            node_size=info.local_world_size,
+            timeout_s=config.launch.timeout_s,
+        ),
         colocation=Colocation(sampler, [e for e in (actor, critic, reference) if e], offload=config.parallel.offload),
         checkpointer=checkpointer,
         resume_from=find_checkpoint(config, checkpointer),
@@ -138,23 +144,6 @@ def build_engines(
     critic = engine("critic", model.critic_path or model.path, config.critic) if needs_critic(config) else None
     reference = engine("reference", model.reference_path or model.path, None) if needs_reference(config) else None
     return actor, critic, reference
-
-
-def make_resharder(actor: MegatronEngine, sampler: VLLMEngine, config: Config, info: RankInfo) -> Resharder:
-    """The actor's shards into the sampler's: planned from every rank's maps, the same on every rank."""
-    (source_map, sources), (target_map, targets) = actor.shard_map(), sampler.shard_map()
-    maps = gather_objects((source_map, target_map))
-    plan = make_plan([m for m, _ in maps], [m for _, m in maps], node_size=info.local_world_size)
-    reshard = config.reshard
-    return Resharder(
-        plan.of(info.rank),
-        sources,
-        targets,
-        bucket_bytes=reshard.bucket_bytes,
-        timeout_s=config.launch.timeout_s,
-        verify=reshard.verify,
-        snapshot=reshard.snapshot,
-    )
 
 
 def needs_critic(config: Config) -> bool:
