@@ -49,3 +49,23 @@ def test_a_missed_sync_shows() -> None:
 
 def test_every_rank_holds_the_same_batch() -> None:
     assert all(run_ranks(2, same_batch_everywhere, quickstart()))
+
+
+GRPO = {
+    "algorithm__name": "grpo",
+    "algorithm__kl_placement": "loss",
+    "algorithm__kl_estimator": "k3",
+    "algorithm__mini_batches": 1,
+    "algorithm__clip_dual": "null",
+}
+
+
+def test_one_step_per_rollout_needs_no_scoring_pass() -> None:
+    """GRPO on the training pass's own log-probs is GRPO on those of a pass before."""
+    ((fused,), (scored,)) = (
+        run_ranks(1, train, quickstart(**GRPO, **extra), 3)
+        for extra in ({}, {"algorithm__correction": "tis-token", "algorithm__correction_high": 1e6})
+    )
+    for step, (a, b) in enumerate(zip(fused, scored, strict=True)):
+        for name in ("loss", "reward_mean", "kl", "actor/grad_norm", "mismatch/abs_max"):
+            assert a[name] == pytest.approx(b[name], rel=1e-3, abs=2e-5), f"{name} at step {step + 1}"
