@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import torch.distributed as dist
 
 from hpc_rl import rng
 from hpc_rl.algo.registry import algorithm
-from hpc_rl.config import Config, OptimizerConfig
+from hpc_rl.config import Config
 from hpc_rl.config_check import cross_check, read_hf_config, read_hf_config_file
 from hpc_rl.config_load import dump_config
 from hpc_rl.data.prompts import PromptSet, PromptStream
@@ -68,33 +67,23 @@ def build(config: Config) -> Job:
 
     Raises: UserError on every rank, before any model is built, for what does not fit.
     """
-    info = detect()
-    export_torch_env(info)
-    hf_config = read_hf_config(config)
-    cross_check(config, info.world_size, hf_config)
-    device = choose_device(config, info)
     tokenizer = load_tokenizer(config)
     reward = RewardFunction.from_config(config.reward)
     prompts = PromptSet.from_config(config, tokenizer, reward.required_fields)
     stream = PromptStream(prompts, config.seed, config.data.shuffle, config.data.prompts_per_step)
-    parallel = parallel_state.initialize(config, device)
+    parallel = join(config)
     if parallel.rank == 0:
         print(f"Prompts: {prompts.summary()}", flush=True)
-    rng.seed_all(config.seed, parallel.rank)
-    model_dir = prepare_run_dir(config, parallel)
-    actor, critic, reference = build_engines(config, hf_config, parallel)
-    sampler = VLLMEngine(
-        model_dir,
-        config.rollout,
-        dtype=config.model.dtype,
-        max_model_len=config.data.max_prompt_tokens + config.rollout.max_response_tokens,
-        tp=config.rollout.tp or config.parallel.tp,
-        seed=config.seed,
-        device=device.type,
-        tokenizer=tokenizer,
-    )
+    actor = build_engine("actor", config, parallel)
+    critic = build_engine("critic", config, parallel) if needs_critic(config) else None
+    reference = build_engine("reference", config, parallel) if needs_reference(config) else None
+    sampler = build_sampler(config, parallel, tokenizer)
     checkpointer = Checkpointer(
-        config.run.dir, config.checkpoint, rank=parallel.rank, world_size=info.world_size, group=dist.group.WORLD
+        config.run.dir,
+        config.checkpoint,
+        rank=parallel.rank,
+        world_size=parallel.layout.world_size,
+        group=dist.group.WORLD,
     )
     return Job(
         parallel=parallel,
@@ -108,7 +97,7 @@ def build(config: Config) -> Job:
             actor.shard_map(),
             sampler.shard_map(),
             config=config.reshard,
-            node_size=info.local_world_size,
+            node_size=parallel.node_size,
             timeout_s=config.launch.timeout_s,
         ),
         colocation=Colocation(sampler, [e for e in (actor, critic, reference) if e], offload=config.parallel.offload),
@@ -117,33 +106,61 @@ def build(config: Config) -> Job:
     )
 
 
-def build_engines(
-    config: Config, hf_config: Mapping[str, Any], parallel: ParallelState
-) -> tuple[MegatronEngine, MegatronEngine | None, MegatronEngine | None]:
-    """Actor, critic and reference with their weights."""
-    steps = config.steps * config.algorithm.epochs * config.algorithm.mini_batches
+def join(config: Config) -> ParallelState:
+    """Takes this process's place in the job that the launcher began, and prepares the run directory.
 
-    def engine(role: str, path: str | None, optimizer: OptimizerConfig | None) -> MegatronEngine:
-        own_config = hf_config if path in (None, config.model.path) else read_hf_config_file(f"model.{role}_path", path)
-        spec = ModelSpec.from_hf_config(own_config)
-        built = MegatronEngine(role, spec, config, parallel, optimizer=optimizer, total_steps=steps)
-        error: BaseException | None = None
-        try:
-            if path is None:
-                fill_random(*built.shard_map(), built.spec, config.seed)
-            else:
-                load_into(*built.shard_map(), open_hf(path), optional=(VALUE_HEAD,) if role == "critic" else ())
-        except Exception as caught:  # the other ranks wait in `agree` to hear of it
-            error = caught
-        agree(error)
-        built.parameters_changed()
-        return built
+    Raises: UserError for sizes that do not fit the world, before any model is built.
+    """
+    info = detect()
+    cross_check(config, info.world_size, read_hf_config(config))
+    export_torch_env(info)
+    parallel = parallel_state.initialize(config, choose_device(config, info), info.local_world_size)
+    rng.seed_all(config.seed, parallel.rank)
+    prepare_run_dir(config, parallel)
+    return parallel
 
+
+def build_engine(role: str, config: Config, parallel: ParallelState) -> MegatronEngine:
+    """The actor, the critic or the reference, with its weights read or drawn."""
     model = config.model
-    actor = engine("actor", model.path, config.actor)
-    critic = engine("critic", model.critic_path or model.path, config.critic) if needs_critic(config) else None
-    reference = engine("reference", model.reference_path or model.path, None) if needs_reference(config) else None
-    return actor, critic, reference
+    paths = {"actor": model.path, "critic": model.critic_path, "reference": model.reference_path}
+    optimizers = {"actor": config.actor, "critic": config.critic, "reference": None}
+    path = paths[role] or model.path
+    own = path is not None and path != model.path
+    hf_config = read_hf_config_file(f"model.{role}_path", str(path)) if own else read_hf_config(config)
+    engine = MegatronEngine(
+        role,
+        ModelSpec.from_hf_config(hf_config),
+        config,
+        parallel,
+        optimizer=optimizers[role],
+        total_steps=config.steps * config.algorithm.epochs * config.algorithm.mini_batches,
+    )
+    error: BaseException | None = None
+    try:
+        if path is None:
+            fill_random(*engine.shard_map(), engine.spec, config.seed)
+        else:
+            load_into(*engine.shard_map(), open_hf(path), optional=(VALUE_HEAD,) if role == "critic" else ())
+    except Exception as caught:  # the other ranks wait in `agree` to hear of it
+        error = caught
+    agree(error)
+    engine.parameters_changed()
+    return engine
+
+
+def build_sampler(config: Config, parallel: ParallelState, tokenizer: Any = None) -> VLLMEngine:
+    """The rollout engine; its weights are undefined until the first sync."""
+    return VLLMEngine(
+        config.model.path or str(Path(config.run.dir) / "model"),
+        config.rollout,
+        dtype=config.model.dtype,
+        max_model_len=config.data.max_prompt_tokens + config.rollout.max_response_tokens,
+        tp=config.rollout.tp or config.parallel.tp,
+        seed=config.seed,
+        device=parallel.device.type,
+        tokenizer=tokenizer,
+    )
 
 
 def needs_critic(config: Config) -> bool:
@@ -160,7 +177,9 @@ def choose_device(config: Config, info: RankInfo) -> torch.device:
     if config.launch.device == "cpu" or (config.launch.device == "auto" and count == 0):
         return torch.device("cpu")
     if count == 0:
-        raise UserError("launch.device is cuda, but torch sees no GPU: set launch.device=cpu, or use a CUDA build of torch")
+        raise UserError(
+            "launch.device is cuda, but torch sees no GPU: set launch.device=cpu, or use a CUDA build of torch"
+        )
     if info.local_rank >= count:
         raise UserError(
             f"local rank {info.local_rank} has no GPU, this node has {count}: start at most {count} ranks on a node"
@@ -168,18 +187,16 @@ def choose_device(config: Config, info: RankInfo) -> torch.device:
     return torch.device("cuda", info.local_rank)
 
 
-def prepare_run_dir(config: Config, parallel: ParallelState) -> str:
-    """Makes the run directory and writes its config.yaml. Returns the directory whose config.json the sampler reads."""
+def prepare_run_dir(config: Config, parallel: ParallelState) -> None:
+    """Makes the run directory, writes its config.yaml, and the config.json of a model that has no directory."""
     run_dir = Path(config.run.dir)
-    model_dir = config.model.path
     if parallel.rank == 0:
         (run_dir / "logs").mkdir(parents=True, exist_ok=True)
         (run_dir / "config.yaml").write_text(dump_config(config))
-        if model_dir is None:
+        if config.model.path is None:
             (run_dir / "model").mkdir(exist_ok=True)
             (run_dir / "model" / "config.json").write_text(json.dumps(dict(config.model.config or {}), indent=2))
     gather_objects(None)  # the files are there
-    return model_dir or str(run_dir / "model")
 
 
 def find_checkpoint(config: Config, checkpointer: Checkpointer) -> Path | None:

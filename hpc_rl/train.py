@@ -123,7 +123,9 @@ class RLTrainer:
         job.colocation.reshard()
         metrics = job.resharder.sync(version)
         job.sampler.set_version(version)
-        return {f"reshard/{name}": float(value) for name, value in metrics.items() if name.startswith(("bytes", "seconds"))}
+        return {
+            f"reshard/{name}": float(value) for name, value in metrics.items() if name.startswith(("bytes", "seconds"))
+        }
 
     # ---- resume -----------------------------------------------------------------------------------------------
 
@@ -140,9 +142,7 @@ class RLTrainer:
             "kl": self.kl.state(),
             "engines": {role: values for role, (_, _, values) in states.items()},
         }
-        self.job.checkpointer.save(
-            step, {role: (m, t) for role, (m, t, _) in states.items()}, extra, rng.capture()
-        )
+        self.job.checkpointer.save(step, {role: (m, t) for role, (m, t, _) in states.items()}, extra, rng.capture())
 
     def _restore(self) -> None:
         path = self.job.resume_from

@@ -14,6 +14,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
 from hpc_rl.config import OptimizerConfig
+from hpc_rl.parallel.megatron_cpu import cuda_as_cpu
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +102,10 @@ class DistributedAdamW:
 
     def step(self, norm: float) -> None:
         """Clips by ``norm``, updates this rank's shards and gathers the parameters over DP."""
-        if self.clip_grad > 0:
-            clip_grad_by_total_norm_fp32(self._sharded.get_parameters(), self.clip_grad, norm)
-        self.optimizer.step_with_ready_grads()
+        with cuda_as_cpu():
+            if self.clip_grad > 0:
+                clip_grad_by_total_norm_fp32(self._sharded.get_parameters(), self.clip_grad, norm)
+            self.optimizer.step_with_ready_grads()
         self.schedule.step(1)
 
     def reload_from_parameters(self) -> None:
