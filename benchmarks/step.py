@@ -114,7 +114,6 @@ def measure_ceilings(device: torch.device) -> dict[str, float]:
     other = torch.empty_like(big)
     matmul = seconds_of(lambda: [a @ b for _ in range(10)]) / 10
     copy = seconds_of(lambda: [other.copy_(big) for _ in range(5)]) / 5
-    del a, b, other
     return {"matmul_tflops": 2 * n**3 / matmul / 1e12, "copy_gb_per_s": 2 * big.numel() * 4 / copy / 1e9}
 
 
@@ -167,7 +166,7 @@ def train_bars(trainer: RLTrainer, ceilings: dict[str, float], quick: bool) -> l
 
 def generation_bars(trainer: RLTrainer, counts: tuple[int, ...], response_len: int, cuda: bool) -> list[dict[str, Any]]:
     """Sampled tokens per second at several batch sizes, all responses running to their limit."""
-    job, config = trainer.job, trainer.config
+    job = trainer.job
     job.colocation.reshard()
     job.colocation.generate()
     out = []

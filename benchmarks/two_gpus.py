@@ -187,7 +187,7 @@ def cycles(scratch: Path, gen_tp: str) -> Figures:
 def step(scratch: Path, algorithm: str, layout: str) -> Figures:
     """Whole RL steps, 64 x 8 samples of 128 + 256 tokens."""
     ppo = {"algorithm.kl_placement": "reward"} if algorithm == "ppo" else {}
-    trainer, metrics = _steps(scratch, layout, 3, **EAGER, **{"algorithm.name": algorithm, **ppo})
+    _, metrics = _steps(scratch, layout, 3, **EAGER, **{"algorithm.name": algorithm, **ppo})
     last = metrics[-1]
     keep = ("loss", "reward_mean", "tokens_per_second", "step_seconds", "mismatch/abs_mean")
     return {k: last[k] for k in (*keep, *(n for n in last if n.startswith("seconds/")))} | {

@@ -36,7 +36,7 @@ from launch.env import RankInfo, detect, export_torch_env
 
 @dataclass
 class Job:
-    """The parts of one run on this rank. ``critic`` and ``reference`` are None where the algorithm has no use for them."""
+    """The parts of one run on this rank. ``critic`` and ``reference`` are None where nothing needs them."""
 
     parallel: ParallelState
     prompts: PromptStream

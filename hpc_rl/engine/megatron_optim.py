@@ -32,7 +32,9 @@ class Shard:
 class DistributedAdamW:
     """AdamW with states sharded over DP. Weight decay spares norms and biases (parameters of one dim)."""
 
-    def __init__(self, model: DistributedDataParallel, config: OptimizerConfig, dtype: torch.dtype, total_steps: int) -> None:
+    def __init__(
+        self, model: DistributedDataParallel, config: OptimizerConfig, dtype: torch.dtype, total_steps: int
+    ) -> None:
         self.optimizer = get_megatron_optimizer(
             MegatronOptimizerConfig(
                 optimizer="adam",
@@ -115,7 +117,10 @@ class DistributedAdamW:
     def shards(self) -> Iterator[Shard]:
         """This rank's shards, in Megatron's order."""
         opt = self._sharded
-        pairs = [(opt.model_fp32_groups, opt.shard_fp32_groups), (opt.model_float16_groups, opt.shard_fp32_from_float16_groups)]
+        pairs = [
+            (opt.model_fp32_groups, opt.shard_fp32_groups),
+            (opt.model_float16_groups, opt.shard_fp32_from_float16_groups),
+        ]
         for model_groups, main_groups in pairs:
             for params, mains in zip(model_groups, main_groups, strict=True):
                 for param, main in zip(params, mains, strict=True):
