@@ -268,6 +268,8 @@ def test_mismatch_metrics() -> None:
     low, high = math.log(1.2), math.log(6) / 2
     assert metrics["mismatch/seq_p50"] == pytest.approx((low + high) / 2)
     assert metrics["mismatch/seq_p95"] == pytest.approx(low + 0.95 * (high - low))
+    with_empty = torch.cat([CORRECTION_CU, torch.tensor([5, 5])])  # two sequences without a response change nothing
+    assert mismatch_metrics(LOG_RATIO, CORRECTION_MASK, with_empty) == metrics
 
 
 def test_overlong_penalty() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from hpc_rl.algo.correction import importance_weights
 from hpc_rl.algo.losses import loss_weights
 from hpc_rl.algo.masked import segment_count
 from hpc_rl.algo.step import mini_batches, policy_loss, prepare
@@ -320,3 +321,32 @@ def test_correction_weights_scale_the_policy_term_alone() -> None:
     assert float(twice["loss/policy"]) == pytest.approx(2 * float(once["loss/policy"]))
     for name in ("loss/kl", "loss/entropy", "clip_frac", "kl_loss"):
         assert twice[name] == once[name]
+
+
+def test_straight_through_takes_the_gradient_of_k2() -> None:
+    """KL alone in the loss: the configuration's switch reaches it, and leaves its value."""
+    results = {}
+    for estimator, straight_through in (("k2", False), ("k3", False), ("k3", True)):
+        config = make_config("grpo", kl_estimator=estimator, kl_straight_through=straight_through, kl_coef=0.5)
+        part, _ = whole_step(make_batch(17), config)
+        part = part.with_tokens(advantages=torch.zeros_like(part["advantages"]))
+        results[estimator, straight_through] = losses_and_gradients(part, config, outputs_of(part))
+    k2, k3, both = results.values()
+    assert both["loss/kl"] == k3["loss/kl"] != k2["loss/kl"]
+    torch.testing.assert_close(both["grad/log_probs"], k2["grad/log_probs"])
+    assert not torch.allclose(k3["grad/log_probs"], k2["grad/log_probs"])
+
+
+@pytest.mark.parametrize("method", ["tis-token", "icepop-sequence"])
+def test_correction_is_as_configured(method: str) -> None:
+    batch = make_batch(18)
+    keys = {"correction": method, "correction_low": 0.9, "correction_high": 1.1}
+    plain, metrics = prepare(batch, make_config("dapo", **keys), 0.0)
+    mean, _ = prepare(batch, make_config("dapo", **keys, correction_normalize=True), 0.0)
+    log_ratio = (batch["old_log_probs"] - batch["rollout_log_probs"]) * batch["response_mask"]
+    args = (log_ratio, batch["response_mask"], batch.cu_seqlens, method, 0.9, 1.1)
+    torch.testing.assert_close(plain["correction_weights"], importance_weights(*args))
+    torch.testing.assert_close(mean["correction_weights"], importance_weights(*args, normalize=True))
+    assert not torch.equal(plain["correction_weights"], mean["correction_weights"])
+    expected = plain["correction_weights"].sum() / batch["response_mask"].sum()
+    assert metrics["correction_weight_mean"] == pytest.approx(float(expected))
