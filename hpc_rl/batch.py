@@ -94,9 +94,8 @@ class Batch:
         index = torch.as_tensor(indices, dtype=torch.int64)
         lengths = self.lengths[index]
         cu_seqlens = cumulative(lengths)
-        token_index = (
-            torch.arange(int(cu_seqlens[-1])) + (self.cu_seqlens[:-1][index] - cu_seqlens[:-1]).repeat_interleave(lengths)
-        )
+        shifts = self.cu_seqlens[:-1][index] - cu_seqlens[:-1]
+        token_index = torch.arange(int(cu_seqlens[-1])) + shifts.repeat_interleave(lengths)
         tokens = {k: v[token_index.to(v.device)] for k, v in self.tokens.items()}
         return Batch(cu_seqlens, tokens, {k: v[index] for k, v in self.sequences.items()})
 

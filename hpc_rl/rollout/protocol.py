@@ -47,7 +47,9 @@ class Sample:
 class RolloutEngine(Protocol):
     """Generates on one replica; every rank of the replica makes the same calls in the same order."""
 
-    def generate(self, requests: Sequence[Request], on_finished: Callable[[Sample], None] | None = None) -> list[Sample]:
+    def generate(
+        self, requests: Sequence[Request], on_finished: Callable[[Sample], None] | None = None
+    ) -> list[Sample]:
         """All samples, in the order of ``requests``. ``on_finished`` is called as each one ends."""
 
     def shard_map(self) -> tuple[ShardMap, Mapping[str, Tensor]]:

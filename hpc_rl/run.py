@@ -1,0 +1,76 @@
+"""What `hpc-rl train` does: check, start the ranks or take a place among them, train, say what was made."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from hpc_rl.config import Config
+from hpc_rl.config_load import load_config
+from hpc_rl.errors import UserError
+from launch.env import detect, finish
+from launch.local import run_local
+from launch.spec import check_placement
+
+
+def run_train(path: Path, overrides: Sequence[str]) -> int:
+    """Runs a training; returns the exit code.
+
+    Without a launcher and with ``launch.nproc`` > 1 this process starts the local ranks and waits for them. All that
+    can be wrong with the input is found before.
+    """
+    from hpc_rl.preflight import preflight
+
+    config = load_config(path, overrides)
+    info = detect()
+    launched = info.launcher != "none"
+    for warning in check_placement(config.parallel, info.num_nodes, info.local_world_size):
+        if info.rank == 0:
+            print(f"hpc-rl: warning: {warning}", file=sys.stderr)
+    if not launched or info.rank == 0:
+        preflight(config, info.world_size if launched else config.launch.nproc)
+    if not launched and config.launch.nproc > 1:
+        argv = [sys.executable, "-m", "hpc_rl.cli", "train", str(path), *overrides]
+        return run_local(
+            config.launch.nproc,
+            argv,
+            log_dir=Path(config.run.dir) / "logs",
+            env={"OMP_NUM_THREADS": str(config.launch.threads)},
+        )
+    return train_here(config)
+
+
+def train_here(config: Config) -> int:
+    """Trains on this rank; returns the exit code."""
+    from hpc_rl.train import RLTrainer
+
+    trainer = RLTrainer(config)
+    try:
+        trainer.train()
+        if trainer.job.parallel.rank == 0:
+            print(closing_words(config, trainer.steps_done), flush=True)
+    finally:
+        trainer.close()
+    finish(detect())
+    return 0
+
+
+def closing_words(config: Config, step: int) -> str:
+    """The run directory, and what to do next."""
+    run_dir = config.run.dir
+    return (
+        f"Done: {step} steps in {run_dir}\n"
+        f"  go on:    hpc-rl train {run_dir}/config.yaml resume=auto steps={2 * step}\n"
+        f"  look:     hpc-rl inspect {run_dir}\n"
+        f"  take out: hpc-rl export {run_dir} --hf {run_dir}/hf"
+    )
+
+
+def run_launch(path: Path, overrides: Sequence[str], launcher: str, *, dry_run: bool) -> int:
+    """`hpc-rl launch`: the exact command of a launcher, run or only printed."""
+    from launch.spec import launch
+
+    if not path.is_file():
+        raise UserError(f"there is no configuration {path}: give the path of a YAML file")
+    return launch(launcher, path, overrides, dry_run=dry_run)
