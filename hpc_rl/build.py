@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,18 +10,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hpc_rl import rng
+from hpc_rl import rng, run_dir
 from hpc_rl.algo.registry import algorithm
 from hpc_rl.config import Config, OptimizerConfig
 from hpc_rl.config_check import cross_check, read_hf_config, read_hf_config_file
-from hpc_rl.config_load import dump_config
 from hpc_rl.data.prompts import PromptSet, PromptStream
 from hpc_rl.data.tokenizer import load_tokenizer
 from hpc_rl.engine.colocate import Colocation
 from hpc_rl.engine.megatron import MegatronEngine
 from hpc_rl.errors import UserError
 from hpc_rl.parallel import state as parallel_state
-from hpc_rl.parallel.collectives import agree, gather_objects
+from hpc_rl.parallel.collectives import agree
 from hpc_rl.parallel.state import ParallelState
 from hpc_rl.reshard.connect import connect
 from hpc_rl.reshard.execute import Resharder
@@ -37,7 +35,7 @@ from launch.env import RankInfo, detect, export_torch_env
 
 @dataclass
 class Job:
-    """The parts of one run on this rank. ``critic`` and ``reference`` are None where the algorithm has no use for them."""
+    """The parts of one run on this rank. ``critic`` and ``reference`` are None where the algorithm needs none."""
 
     parallel: ParallelState
     prompts: PromptStream
@@ -78,10 +76,11 @@ def build(config: Config) -> Job:
     prompts = PromptSet.from_config(config, tokenizer, reward.required_fields)
     stream = PromptStream(prompts, config.seed, config.data.shuffle, config.data.prompts_per_step)
     parallel = parallel_state.initialize(config, device)
+    model_dir = prepare_run_dir(config, hf_config, parallel, info.launcher)
     if parallel.rank == 0:
-        print(f"Prompts: {prompts.summary()}", flush=True)
+        say(f"Prompts: {prompts.summary()}")
+        say(run_dir.model_line(config, hf_config, info.world_size, device.type))
     rng.seed_all(config.seed, parallel.rank)
-    model_dir = prepare_run_dir(config, parallel)
     actor, critic, reference = build_engines(config, hf_config, parallel)
     sampler = VLLMEngine(
         model_dir,
@@ -160,7 +159,9 @@ def choose_device(config: Config, info: RankInfo) -> torch.device:
     if config.launch.device == "cpu" or (config.launch.device == "auto" and count == 0):
         return torch.device("cpu")
     if count == 0:
-        raise UserError("launch.device is cuda, but torch sees no GPU: set launch.device=cpu, or use a CUDA build of torch")
+        raise UserError(
+            "launch.device is cuda, but torch sees no GPU: set launch.device=cpu, or use a CUDA build of torch"
+        )
     if info.local_rank >= count:
         raise UserError(
             f"local rank {info.local_rank} has no GPU, this node has {count}: start at most {count} ranks on a node"
@@ -168,22 +169,30 @@ def choose_device(config: Config, info: RankInfo) -> torch.device:
     return torch.device("cuda", info.local_rank)
 
 
-def prepare_run_dir(config: Config, parallel: ParallelState) -> str:
-    """Makes the run directory and writes its config.yaml. Returns the directory whose config.json the sampler reads."""
-    run_dir = Path(config.run.dir)
-    model_dir = config.model.path
+def prepare_run_dir(config: Config, hf_config: Mapping[str, Any], parallel: ParallelState, launcher: str) -> str:
+    """Sets an earlier run aside and writes what a run starts with. Returns the directory that the sampler reads."""
+    error: BaseException | None = None
     if parallel.rank == 0:
-        (run_dir / "logs").mkdir(parents=True, exist_ok=True)
-        (run_dir / "config.yaml").write_text(dump_config(config))
-        if model_dir is None:
-            (run_dir / "model").mkdir(exist_ok=True)
-            (run_dir / "model" / "config.json").write_text(json.dumps(dict(config.model.config or {}), indent=2))
-    gather_objects(None)  # the files are there
-    return model_dir or str(run_dir / "model")
+        try:
+            say(run_dir.set_aside(config, keep_logs=launcher != "none"))
+            run_dir.write_start(config, hf_config)
+        except Exception as caught:  # the other ranks wait in `agree` to hear of it
+            error = caught
+    agree(error)
+    return config.model.path or str(Path(config.run.dir) / "model")
+
+
+def say(line: str | None) -> None:
+    """A line for the user, of rank 0."""
+    if line is not None:
+        print(line, flush=True)
 
 
 def find_checkpoint(config: Config, checkpointer: Checkpointer) -> Path | None:
     """The checkpoint that ``resume`` names, or None for a fresh start."""
     if config.resume == "none":
         return None
-    return checkpointer.latest() if config.resume == "auto" else Path(config.resume)
+    found = checkpointer.latest() if config.resume == "auto" else Path(config.resume)
+    if checkpointer.rank == 0:
+        say(run_dir.resume_line(config, found))
+    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from hpc_rl.errors import RunError, UserError
+from hpc_rl.quiet import DEBUG_VARIABLE, quiet
 
 app = typer.Typer(
     add_completion=False,
@@ -21,12 +23,16 @@ app = typer.Typer(
 
 ConfigArg = Annotated[Path, typer.Argument(help="YAML configuration, for example configs/quickstart.yaml")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="key=value, for example steps=10 parallel.tp=2")]
+Debug = Annotated[bool, typer.Option("--debug", help="show what all libraries say (as HPC_RL_DEBUG=1 does)")]
 Json = Annotated[bool, typer.Option("--json", help="print JSON instead of a table")]
 
 
 @app.command(epilog="Example: hpc-rl train configs/quickstart.yaml steps=4 run.dir=runs/try")
-def train(config: ConfigArg, overrides: Overrides = None) -> None:
+def train(config: ConfigArg, overrides: Overrides = None, debug: Debug = False) -> None:
     """Train. Starts the local ranks that the config asks for, or takes its place in a torchrun, mpirun or srun job."""
+    if debug:
+        os.environ[DEBUG_VARIABLE] = "1"
+    quiet()
     from hpc_rl.run import run_train
 
     raise typer.Exit(run_train(config, overrides or []))

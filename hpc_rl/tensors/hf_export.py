@@ -95,11 +95,16 @@ def finish_export(
     key = "torch_dtype" if "torch_dtype" in config else "dtype"
     (partial / "config.json").write_text(json.dumps(values | {key: dtype}, indent=2, sort_keys=True) + "\n")
     if tokenizer is not None:
-        for pattern in _COPIED:
-            for file in Path(tokenizer).glob(pattern):
-                if file.is_file():
-                    shutil.copyfile(file, partial / file.name)
+        copy_tokenizer(tokenizer, partial)
     partial.rename(target)
+
+
+def copy_tokenizer(source: str | Path, target: Path) -> None:
+    """Copies the files of a tokenizer, chat template and generation_config.json included, into a directory."""
+    for pattern in _COPIED:
+        for file in Path(source).glob(pattern):
+            if file.is_file():
+                shutil.copyfile(file, target / file.name)
 
 
 def export_hf(
