@@ -56,12 +56,16 @@ def inspect(
 def export(
     source: Annotated[Path, typer.Argument(help="a run directory or a checkpoint")],
     hf: Annotated[Path, typer.Option("--hf", help="directory to write: config.json, tokenizer, safetensors")],
-    role: Annotated[str, typer.Option(help="actor or critic")] = "actor",
+    role: Annotated[str, typer.Option(help="actor (a causal LM) or critic (a sequence classifier)")] = "actor",
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16 [as the run computed]")] = None,
+    model: Annotated[Path | None, typer.Option(help="directory of config.json and tokenizer [the run's]")] = None,
+    as_json: Json = False,
 ) -> None:
     """Write a checkpoint's weights as a Hugging Face directory."""
+    quiet()
     from hpc_rl.export import export_checkpoint
 
-    typer.echo(export_checkpoint(source, hf, role=role))
+    _print(export_checkpoint(source, hf, role=role, dtype=dtype, model=model), as_json)
 
 
 @app.command(epilog="Example: hpc-rl bench reshard --quick --json")

@@ -9,18 +9,20 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from hpc_rl.config import Config
+from hpc_rl.config_check import read_hf_config_file
 from hpc_rl.config_load import dump_config
 from hpc_rl.data.tokenizer import tokenizer_path
 from hpc_rl.errors import UserError
 from hpc_rl.tensors.canonical import ModelSpec
 
 RESULTS = ("metrics.jsonl", "checkpoints", "rollouts")  # any of them: a run was here
-OTHERS = ("config.yaml", "model", "failure.json")
+OTHERS = ("model", "failure.json")
 _CHECKPOINT = re.compile(r"checkpoint_(\d+)_complete")
 
 
@@ -48,7 +50,9 @@ def set_aside(config: Config, *, keep_logs: bool = False) -> str | None:
         if path.exists():
             (target / path.relative_to(run_dir)).parent.mkdir(exist_ok=True)
             os.rename(path, target / path.relative_to(run_dir))
-    return f"Set aside: the run that was in {run_dir} is now in {target} (to go on with it: resume=auto)"
+    if (run_dir / "config.yaml").exists():  # a copy: it may be what the new run is started from
+        shutil.copyfile(run_dir / "config.yaml", target / "config.yaml")
+    return f"Set aside: the run that was in {run_dir} is now in {target} (resume=auto would have gone on with it)"
 
 
 def is_inside(resume: str, directory: Path) -> bool:
@@ -66,7 +70,10 @@ def _next_previous(run_dir: Path) -> Path:
 
 
 def write_start(config: Config, hf_config: Mapping[str, Any]) -> None:
-    """Writes what a run starts with: ``config.yaml``, ``logs/``, and ``model/`` with config.json and the tokenizer."""
+    """Writes what a run starts with: ``config.yaml``, ``logs/``, and ``model/`` with config.json and the tokenizer.
+
+    A critic of another model has its config.json in ``model/critic/``.
+    """
     from hpc_rl.tensors.hf_export import copy_tokenizer  # imports torch
 
     run_dir = Path(config.run.dir)
@@ -75,6 +82,10 @@ def write_start(config: Config, hf_config: Mapping[str, Any]) -> None:
     model = run_dir / "model"
     model.mkdir(exist_ok=True)
     (model / "config.json").write_text(json.dumps(dict(hf_config), indent=2) + "\n")
+    if config.model.critic_path not in (None, config.model.path):
+        critic_config = read_hf_config_file("model.critic_path", str(config.model.critic_path))
+        (model / "critic").mkdir(exist_ok=True)
+        (model / "critic" / "config.json").write_text(json.dumps(critic_config, indent=2) + "\n")
     _, tokenizer = tokenizer_path(config)
     if Path(tokenizer).resolve() != model.resolve():
         copy_tokenizer(tokenizer, model)
