@@ -9,7 +9,7 @@ import pytest
 
 from tests.launch.cluster import PYTHON, ROOT, Cluster
 
-pytestmark = [pytest.mark.slurm, pytest.mark.xdist_group("slurm")]
+pytestmark = pytest.mark.slurm
 SCRIPTS = sorted((ROOT / "slurm").glob("*.sh"))
 
 
