@@ -132,7 +132,7 @@ def add_virtual(file: h5py.File, specs: Mapping[str, TensorSpec], members: Seque
         h5py.Dataset(dataset).attrs["dtype"] = spec.dtype
 
 
-def read(image: io.BytesIO, path: Path) -> Index:
+def read(image: io.BytesIO, path: str | Path = "index.h5") -> Index:
     """The table in the bytes of ``index.h5``. Raises UserError where they cannot be read (``path`` is for the message)."""
     try:
         with h5py.File(image, "r") as file:
