@@ -40,11 +40,26 @@ class Sources:
         raise AssertionError(f"{extent.name}: no local tensor holds {extent.start} + {extent.shape}")
 
 
-def fill(buffer: Tensor, member: Member, sources: Sources, state: bytes, filled: Callable[[int], None]) -> None:
+def fill(
+    buffer: Tensor, member: Member, sources: Sources, state: bytes, filled: Callable[[int], None],
+    ready: torch.cuda.Event | None = None,
+) -> None:  # fmt: skip
     """Copies all that a rank writes to its host buffer; ``filled(n)`` as the first n bytes of it get there.
 
-    Host copies run in threads; copies from a GPU are queued on the current stream and announced once, when all are done.
+    Host copies run in threads. Copies from a GPU start after ``ready`` and are announced once, when all are done.
     """
+    try:
+        copy_all(buffer, member, sources, state, filled, ready)
+    except BaseException:
+        filled(-1)  # the writer gives this save up
+        raise
+
+
+def copy_all(
+    buffer: Tensor, member: Member, sources: Sources, state: bytes, filled: Callable[[int], None],
+    ready: torch.cuda.Event | None,
+) -> None:  # fmt: skip
+    """See `fill`."""
     begin_of = {region.dataset.split("/")[1]: region.offset for region in member.regions()}
     if state:
         begin = begin_of["state"]
@@ -54,13 +69,24 @@ def fill(buffer: Tensor, member: Member, sources: Sources, state: bytes, filled:
         begin = begin_of[extent.dtype] + extent.begin * itemsize(extent.dtype)
         source = sources.view(extent)
         pairs.append((buffer[begin : begin + extent.nbytes].view(source.dtype).view(extent.shape), source))
-    if any(source.is_cuda for _, source in pairs):
-        for target, source in pairs:
-            target.copy_(source, non_blocking=True)
-        torch.cuda.current_stream().synchronize()
+    device = next((source.device for _, source in pairs if source.is_cuda), None)
+    if device is not None:
+        copy_from_gpu(pairs, device, ready)
     else:
         copy_in_order(pairs, lambda target: filled(target.data_ptr() + target.nbytes - buffer.data_ptr()))
     filled(buffer.numel())
+
+
+def copy_from_gpu(pairs: list[tuple[Tensor, Tensor]], device: torch.device, ready: torch.cuda.Event | None) -> None:
+    """Copies on a stream of its own, after ``ready``; returns when all is in host memory."""
+    with torch.cuda.device(device):
+        stream = torch.cuda.Stream()
+        if ready is not None:
+            stream.wait_event(ready)
+        with torch.cuda.stream(stream):
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
+        stream.synchronize()
 
 
 def copy_in_order(pairs: list[tuple[Tensor, Tensor]], done: Callable[[Tensor], None]) -> None:

@@ -7,6 +7,7 @@ import mmap
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -22,7 +23,7 @@ from hpc_rl.storage.plan import full_name
 from hpc_rl.storage.tensor_io import digest
 from hpc_rl.tensors.shardmap import Piece, ShardMap, TensorSpec, intersect
 
-READ_BYTES = 64 << 20  # one read; three buffers of it
+READ_BYTES = 32 << 20  # one read; four buffers of it
 GAP_BYTES = 1 << 20  # two extents closer than this are read in one go
 
 
@@ -117,6 +118,15 @@ def reads(index: Index, rows: Sequence[int]) -> list[Read]:
     return out
 
 
+def new_buffer(nbytes: int) -> memoryview:
+    """Page-aligned memory, in huge pages where the system gives them: touched for the first time many times faster."""
+    memory = mmap.mmap(-1, align(nbytes, 2 << 20))
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return memoryview(memory)
+
+
 class Reader:
     """Reads and verifies stretches ahead of their use, in threads (both leave the interpreter lock)."""
 
@@ -127,7 +137,7 @@ class Reader:
     def each(self, plan: Sequence[Read], use: Callable[[int, memoryview], None]) -> None:
         """Calls ``use(row, bytes of its extent)`` for every row of ``plan``. The bytes are valid during the call only."""
         size = align(max((read.nbytes for read in plan), default=0)) + BLOCK_BYTES
-        free = [memoryview(mmap.mmap(-1, size)) for _ in range(min(3, len(plan)))]
+        free = [new_buffer(size) for _ in range(min(4, len(plan)))]
         waiting: list[tuple[Read, memoryview, Future[int]]] = []
         todo: Iterator[Read] = iter(plan)
         try:
