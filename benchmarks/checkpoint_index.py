@@ -59,7 +59,8 @@ def stage_map(tp: int, tp_size: int, pp: int, pp_size: int) -> tuple[ShardMap, d
         ffn = FFN // tp_size
         names = [f"{stem}mlp.{n}_proj.weight" for n in ("gate", "up")]
         gate_up = [
-            row_piece(n, (FFN, HIDDEN), tp * ffn, (tp + 1) * ffn, stem + "gate_up", row=i * ffn) for i, n in enumerate(names)
+            row_piece(n, (FFN, HIDDEN), tp * ffn, (tp + 1) * ffn, stem + "gate_up", row=i * ffn)
+            for i, n in enumerate(names)
         ]
         add(stem + "gate_up", 2 * ffn * HIDDEN, dict.fromkeys(names, (FFN, HIDDEN)), gate_up)
         for name in ("input_layernorm.weight", "post_attention_layernorm.weight"):

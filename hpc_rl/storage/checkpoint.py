@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import logging
 import socket
@@ -20,8 +19,8 @@ from torch import distributed as dist
 
 from hpc_rl.config import CheckpointConfig, StorageConfig
 from hpc_rl.errors import RunError, UserError
-from hpc_rl.storage import index as index_file
 from hpc_rl.storage import manifest, restore
+from hpc_rl.storage.access import load_index
 from hpc_rl.storage.files import Files
 from hpc_rl.storage.finish import Finish, Whole, partial_name
 from hpc_rl.storage.host_copy import Sources, fill, fill_local
@@ -33,13 +32,14 @@ from hpc_rl.storage.tensor_io import digest, pack, unpack
 from hpc_rl.storage.writer import Job
 from hpc_rl.tensors.shardmap import ShardMap
 
+__all__ = ["Checkpointer", "DamagedCheckpoint", "load_index"]
 logger = logging.getLogger(__name__)
 Components = Mapping[str, tuple[ShardMap, Mapping[str, Tensor]]]
 FINISHER = 0  # the rank whose writer completes the checkpoint
 
 
 class Checkpointer:
-    """Saves to and loads from ``RUN/checkpoints``. Every method but `close` on one rank is called by all ranks alike."""
+    """Saves to and loads from ``RUN/checkpoints``. All ranks call every method but `fence` and `close` alike."""
 
     def __init__(
         self, run_dir: str | Path, config: CheckpointConfig, *, rank: int = 0, world_size: int = 1,
@@ -123,7 +123,7 @@ class Checkpointer:
             self._report(self._settle(block=True)[1], "stop")
 
     def close(self) -> None:
-        """Waits for this rank's part of the save in flight and ends the writer. Not a collective: a failing rank may call it.
+        """Waits for this rank's part of the save in flight and ends the writer. A failing rank may call it alone.
 
         Raises: RunError when that save failed here, or on rank 0 anywhere.
         """
@@ -158,7 +158,7 @@ class Checkpointer:
         return None
 
     def _newest(self, before: Path | None) -> Path | None:
-        """The newest checkpoint older than ``before`` with all its files. Rank 0 looks; every rank gets the same answer."""
+        """The newest checkpoint older than ``before`` with all its files. Rank 0 looks, for all."""
         found = None
         candidates = [path for _, path in manifest.complete(self.root)] if self.rank == FINISHER else []
         for path in reversed(candidates[: candidates.index(before)] if before in candidates else candidates):
@@ -287,14 +287,3 @@ class Checkpointer:
 def layout_digest(held: Holding) -> str:
     """Digest of what a rank holds."""
     return digest(repr((sorted(held.specs.items()), sorted(held.boxes.items()))).encode()).hex()
-
-
-def load_index(path: Path, content: manifest.Manifest) -> index_file.Index:
-    """The index of a checkpoint, its digest verified. Raises DamagedCheckpoint."""
-    try:
-        image = (path / "index.h5").read_bytes()
-    except OSError as error:
-        raise DamagedCheckpoint(f"{path / 'index.h5'}: {error.strerror}: use an older checkpoint") from error
-    if digest(image).hex() != content.files["index.h5"].digest:
-        raise DamagedCheckpoint(f"{path / 'index.h5'}: its digest does not match the manifest: use an older checkpoint")
-    return index_file.read(io.BytesIO(image), path / "index.h5")

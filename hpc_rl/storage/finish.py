@@ -8,7 +8,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +54,7 @@ def mark(files: Files, partial: Path, rank: int, content: bytes, suffix: str) ->
     files.rename(temporary, directory / f"rank_{rank:05d}.{suffix}")
 
 
-def wait_reports(
-    partial: Path, world_size: int, deadline_s: float, aborted: Callable[[], bool]
-) -> dict[int, Report]:
+def wait_reports(partial: Path, world_size: int, deadline_s: float, aborted: Callable[[], bool]) -> dict[int, Report]:
     """Every rank's report. Raises RunError when a rank failed, when ``aborted``, or at the deadline."""
     reports: dict[int, Report] = {}
     start, pause = time.monotonic(), 0.002
@@ -89,7 +87,7 @@ def finish(
     remove_tree(files, partial / MARKERS)
     for directory in sorted({(partial / name).parent.parent for name in entries} - {partial.parent}, reverse=True):
         files.fsync_dir(directory)
-    created = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    created = datetime.now(UTC).isoformat(timespec="seconds")
     content = Manifest(step, len(whole.members), created, entries, job.extra, job.metrics)
     write_file(files, partial / "manifest.json", manifest.encode(content))
     files.fsync_dir(partial)

@@ -35,7 +35,8 @@ class Sources:
                 for p, n, s, m in zip(piece.start, piece.shape, extent.start, extent.shape, strict=True)
             )
             if inside:
-                assert str(tensor.dtype) == f"torch.{extent.dtype}", f"{extent.name} is {tensor.dtype}, not {extent.dtype}"
+                dtype = str(tensor.dtype).removeprefix("torch.")
+                assert dtype == extent.dtype, f"{extent.name} is {dtype}, not {extent.dtype}"
                 return view(crop(piece, extent.start, extent.shape), tensor)
         raise AssertionError(f"{extent.name}: no local tensor holds {extent.start} + {extent.shape}")
 
@@ -90,7 +91,7 @@ def copy_from_gpu(pairs: list[tuple[Tensor, Tensor]], device: torch.device, read
 
 
 def copy_in_order(pairs: list[tuple[Tensor, Tensor]], done: Callable[[Tensor], None]) -> None:
-    """Copies in threads (torch leaves the interpreter lock); ``done(target)`` about every 32 MiB, all before it copied."""
+    """Copies in threads (without the interpreter lock); ``done(target)`` about every 32 MiB: all up to it is there."""
     groups: list[list[tuple[Tensor, Tensor]]] = [[]]
     for pair in pairs:
         if sum(target.nbytes for target, _ in groups[-1]) >= WRITE_BYTES:

@@ -130,12 +130,16 @@ def new_buffer(nbytes: int) -> memoryview:
 class Reader:
     """Reads and verifies stretches ahead of their use, in threads (both leave the interpreter lock)."""
 
-    def __init__(self, directory: Path, index: Index, verify: bool, direct: bool = True) -> None:
+    def __init__(
+        self, directory: Path, index: Index, verify: bool, direct: bool = True,
+        on_damage: Callable[[DamagedCheckpoint], None] | None = None,
+    ) -> None:  # fmt: skip
         self.directory, self.index, self.verify, self.direct = directory, index, verify, direct
+        self.on_damage = on_damage  # None: raise
         self.descriptors: dict[str, int] = {}
 
     def each(self, plan: Sequence[Read], use: Callable[[int, memoryview], None]) -> None:
-        """Calls ``use(row, bytes of its extent)`` for every row of ``plan``. The bytes are valid during the call only."""
+        """Calls ``use(row, bytes of its extent)`` for each row of ``plan``; the bytes are valid in the call only."""
         size = align(max((read.nbytes for read in plan), default=0)) + BLOCK_BYTES
         free = [new_buffer(size) for _ in range(min(4, len(plan)))]
         waiting: list[tuple[Read, memoryview, Future[int]]] = []
@@ -168,15 +172,21 @@ class Reader:
             position += count
         for row in read.rows if self.verify else ():
             offset = int(self.index.offset[row]) - begin
-            found = digest(buffer[offset : offset + int(self.index.nbytes[row])])
-            if found != self.index.digest[row].tobytes():
-                name = self.index.names[self.index.name[row]]
-                start, shape = self.index.box(row)
-                raise DamagedCheckpoint(
-                    f"{self.directory / read.file}: {name}, box {list(start)} + {list(shape)}: its digest does not match: "
-                    "use an older checkpoint"
-                )
+            self.check(row, buffer[offset : offset + int(self.index.nbytes[row])])
         return begin
+
+    def check(self, row: int, data: memoryview) -> None:
+        """Compares the digest of an extent. Raises DamagedCheckpoint, or tells ``on_damage``."""
+        if digest(data) == self.index.digest[row].tobytes():
+            return
+        start, shape = self.index.box(row)
+        where = f"{self.directory / self.index.files[self.index.file[row]]}: {self.index.names[self.index.name[row]]}"
+        error = DamagedCheckpoint(
+            f"{where}, box {list(start)} + {list(shape)}: its digest does not match: use an older checkpoint"
+        )
+        if self.on_damage is None:
+            raise error
+        self.on_damage(error)
 
     def open(self, file: str) -> int:
         """A descriptor, one per file."""

@@ -1,4 +1,4 @@
-"""Burst buffer: a rank's bytes wait on a node-local disk, so that its host buffer is free before the shard is written."""
+"""Burst buffer: a rank's bytes wait on a node-local disk, so that its host buffer is free before the shard is there."""
 
 from __future__ import annotations
 

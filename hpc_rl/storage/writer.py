@@ -155,11 +155,12 @@ class Writer:
         if job.finish:
             assert self.whole is not None, "the finishing rank needs the plan of all ranks"
             finish(
-                job.files, job.partial, job.final, job.step, self.whole, job.finish, lambda: self.inbox.aborted(job.serial)
-            )
+                job.files, job.partial, job.final, job.step, self.whole, job.finish,
+                lambda: self.inbox.aborted(job.serial),
+            )  # fmt: skip
 
     def write(self, job: Job) -> Report:
-        """This rank's part of the shard file: from the host buffer, or from the staging disk once all of it is there."""
+        """This rank's part of the shard file: from the host buffer, or from the staging disk once all is there."""
 
         def wait_filled(nbytes: int) -> None:
             self.inbox.wait_filled(job.serial, nbytes)
@@ -187,7 +188,7 @@ class Writer:
         return self.memory
 
     def tidy(self, job: Job) -> None:
-        """Prunes, after the checkpoint is whole and told to be; old ones that cannot go are no failure of the new one."""
+        """Prunes, after the checkpoint is whole and told to be; an old one that cannot go is no failure of the new."""
         if job.finish:
             try:
                 prune(job.files, job.final.parent, job.finish)
