@@ -89,7 +89,7 @@ class Snapshot:
         for local, wire in wires.items():
             if local not in self._copies:
                 self._copies[local] = self._empty(sources[local], wire)
-            self._copies[local].copy_(sources[local], non_blocking=True)
+        torch._foreach_copy_(list(self._copies.values()), [sources[local] for local in self._copies], non_blocking=True)
 
     def flat(self, pieces: Iterable[Piece], device: torch.device) -> Tensor:
         """The snapshot's values of ``pieces``, packed one after another on ``device``."""
