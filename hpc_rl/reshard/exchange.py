@@ -20,7 +20,7 @@ from hpc_rl.reshard.incremental import (
     decode,
     delta_bytes,
     encode,
-    mask_flat,
+    masked,
 )
 from hpc_rl.reshard.plan import Link
 from hpc_rl.reshard.slots import Round, Slot
@@ -202,7 +202,7 @@ def one_line(error: Exception) -> str:
 
 def _encode(slot: Slot, snapshot: Snapshot | None, changed: Mapping[str, Tensor] | None) -> tuple[int, Tensor | None]:
     slot.pack()
-    mask = mask_flat(changed, slot.pieces) if changed is not None else None
-    if mask is None and snapshot is not None:
-        mask = changes(slot.flat, snapshot.flat(slot.pieces, slot.flat.device))
-    return (DENSE, None) if mask is None else encode(slot.flat, mask)
+    index = masked(changed, slot.pieces) if changed is not None else None
+    if index is None and snapshot is not None:
+        index = changes(slot.flat, snapshot.flat(slot.pieces, slot.flat.device))
+    return (DENSE, None) if index is None else encode(slot.flat, index)
