@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 from typing import Any
 
 import numpy as np
@@ -186,3 +187,20 @@ def refusals(model_dirs: dict[str, str]) -> dict[str, str]:
     heads = message(lambda: make_engine(model_dirs["heads"], 1))
     memory = message(lambda: make_engine(model_dirs["llama"], 1, kv_cache_bytes=1 << 14))
     return {"class": bilinear, "stop": stop, "tp": three, "head_size": heads, "memory": memory, "eos": str(EOS)}
+
+
+def generate_and_die(model_dir: str, weights: dict[str, Tensor]) -> None:
+    """A tensor-parallel job that is killed while its engine lives."""
+    generate_twice(model_dir, weights)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def generate_twice(model_dir: str, weights: dict[str, Tensor]) -> list[tuple[int, ...]]:
+    """A tensor-parallel job whose engine lives until the process ends."""
+    dist.init_process_group("gloo")
+    engine = make_engine(model_dir, dist.get_world_size())
+    write(engine, weights)
+    engine.set_version(0)
+    first = [s.response_ids for s in engine.generate(requests(2))]
+    assert [s.response_ids for s in engine.generate(requests(2))] == first
+    return first

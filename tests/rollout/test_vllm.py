@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from hpc_rl.tensors.canonical import ModelSpec
 from hpc_rl.tensors.coverage import check_local_coverage, covered_numel
 from hpc_rl.tensors.shardmap import ShardMap
 from hpc_rl.tensors.vllm_map import vllm_shard_map
-from tests.ranks import run_ranks
+from tests.ranks import RankFailed, run_ranks
 from tests.rollout import jobs
 from tests.rollout.models import CONFIGS, EOS, canonical, character_tokenizer, greedy, hf_model, log_probs, write_model
 
@@ -52,7 +53,7 @@ def weights(hf: dict[str, list[Any]]) -> dict[str, list[dict[str, torch.Tensor]]
 def runs(model_dirs: Any, weights: Any) -> dict[tuple[int, int], list[Any]]:
     """Layout -> results of each rank."""
     return {
-        (world, tp): run_ranks(world, jobs.everything, {k: model_dirs[k] for k in _kinds(tp)}, weights, tp)
+        (world, tp): run_ranks(world, jobs.everything, {k: model_dirs[k] for k in _kinds(tp)}, weights, tp, timeout_s=300)
         for world, tp in LAYOUTS
     }
 
@@ -238,5 +239,12 @@ def test_settings_that_cannot_work_are_refused(root: Path, model_dirs: Any, monk
     assert issubclass(UserError, ValueError)
 
 
-def test_nothing_is_left_in_shared_memory(runs: Any) -> None:
+def test_jobs_side_by_side_and_after_a_killed_one(model_dirs: Any, weights: Any) -> None:
+    arguments = (model_dirs["llama"], weights["llama"][0])
+    with pytest.raises(RankFailed, match="died without a word"):
+        run_ranks(2, jobs.generate_and_die, *arguments)
     assert not [name for name in os.listdir("/dev/shm") if "hpcrl" in name]
+    with ThreadPoolExecutor(2) as pool:
+        running = [pool.submit(run_ranks, 2, jobs.generate_twice, *arguments) for _ in range(2)]
+        results = [response for job in running for response in job.result()]
+    assert all(response == results[0] for response in results)
