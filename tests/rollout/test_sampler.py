@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from hpc_rl.batch import Batch
 from hpc_rl.rollout.protocol import Prompt, Request, Sample
-from hpc_rl.rollout.sampler import assign, batch_to_samples, request_seed, samples_to_batch, sort_batch
+from hpc_rl.rollout.sampler import assign, request_seed, samples_to_batch, sort_batch
 
 
 def sample(group: int, index: int, prompt: tuple[int, ...], response: tuple[int, ...], finished: bool = True) -> Sample:
@@ -71,19 +71,6 @@ def test_batches_of_replicas_sort_into_the_same_batch() -> None:
     for name in (*whole.tokens, *whole.sequences):
         assert torch.equal(parts[name], whole[name])
         assert parts[name].dtype == whole[name].dtype
-
-
-def test_samples_come_back_out_of_a_batch() -> None:
-    requests = {(s.request.group_id, s.request.sample_id): s.request for s in SAMPLES}
-    back = batch_to_samples(samples_to_batch(SAMPLES), requests, lambda ids: "".join(map(chr, ids)))
-    key = lambda s: (s.request.group_id, s.request.sample_id)  # noqa: E731
-    for got, expected in zip(back, sorted(SAMPLES, key=key), strict=True):
-        assert (got.request, got.response_ids, got.log_probs) == (
-            expected.request,
-            expected.response_ids,
-            expected.log_probs,
-        )
-        assert (got.finished, got.version, got.text) == (expected.finished, expected.version, expected.text)
 
 
 def test_no_samples_make_an_empty_batch() -> None:

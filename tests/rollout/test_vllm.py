@@ -21,6 +21,7 @@ from tests.ranks import RankFailed, run_ranks
 from tests.rollout import jobs
 from tests.rollout.models import CONFIGS, EOS, canonical, character_tokenizer, greedy, hf_model, log_probs, write_model
 
+pytestmark = pytest.mark.xdist_group("vllm")
 KINDS = tuple(CONFIGS)
 # (world size, tensor-parallel size); with 4, two ranks hold each KV head, and one has 4 of its 32 vocabulary rows
 LAYOUTS = ((1, 1), (2, 2), (2, 1), (4, 4))
@@ -53,7 +54,9 @@ def weights(hf: dict[str, list[Any]]) -> dict[str, list[dict[str, torch.Tensor]]
 def runs(model_dirs: Any, weights: Any) -> dict[tuple[int, int], list[Any]]:
     """Layout -> results of each rank."""
     return {
-        (world, tp): run_ranks(world, jobs.everything, {k: model_dirs[k] for k in _kinds(tp)}, weights, tp, timeout_s=300)
+        (world, tp): run_ranks(
+            world, jobs.everything, {k: model_dirs[k] for k in _kinds(tp)}, weights, tp, timeout_s=300
+        )
         for world, tp in LAYOUTS
     }
 
@@ -236,6 +239,7 @@ def test_settings_that_cannot_work_are_refused(root: Path, model_dirs: Any, monk
     assert "rollout.tp=3 does not divide the world size 2" in said["tp"]
     assert "head size 16" in said["head_size"]
     assert "vLLM cannot start" in said["memory"]
+    assert said["default_memory"] == str(64 * 128 * 2 * 2 * 32 * 2 * 4 + 128 * 2 * 2 * 32 * 2 * 4)
     assert issubclass(UserError, ValueError)
 
 
