@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,31 +10,32 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hpc_rl import rng
+from hpc_rl import rng, run_dir
 from hpc_rl.algo.registry import algorithm
-from hpc_rl.config import Config, OptimizerConfig
-from hpc_rl.config_check import cross_check, read_hf_config
-from hpc_rl.config_load import dump_config
+from hpc_rl.config import Config
+from hpc_rl.config_check import cross_check, read_hf_config, read_hf_config_file
 from hpc_rl.data.prompts import PromptSet, PromptStream
+from hpc_rl.data.tokenizer import load_tokenizer
 from hpc_rl.engine.colocate import Colocation
 from hpc_rl.engine.megatron import MegatronEngine
 from hpc_rl.errors import UserError
-from hpc_rl.metrics.sinks import Sinks
 from hpc_rl.parallel import state as parallel_state
-from hpc_rl.parallel.collectives import agree, gather_objects
+from hpc_rl.parallel.collectives import agree
 from hpc_rl.parallel.state import ParallelState
+from hpc_rl.reshard.connect import connect
 from hpc_rl.reshard.execute import Resharder
 from hpc_rl.reward.score import RewardFunction
 from hpc_rl.rollout.vllm import VLLMEngine
 from hpc_rl.storage.checkpoint import Checkpointer
-from hpc_rl.tensors.canonical import ModelSpec
-from hpc_rl.tensors.hf import RandomSource, load_into, open_source
+from hpc_rl.tensors.canonical import VALUE_HEAD, ModelSpec
+from hpc_rl.tensors.hf import load_into, open_hf
+from hpc_rl.tensors.random_init import fill_random
 from launch.env import RankInfo, detect, export_torch_env
 
 
 @dataclass
 class Job:
-    """The parts of one run on this rank. ``critic`` and ``reference`` are None where the algorithm has no use for them."""
+    """The parts of one run on this rank. ``critic`` and ``reference`` are None where nothing needs them."""
 
     parallel: ParallelState
     prompts: PromptStream
@@ -66,33 +66,23 @@ def build(config: Config) -> Job:
 
     Raises: UserError on every rank, before any model is built, for what does not fit.
     """
-    info = detect()
-    export_torch_env(info)
-    hf_config = read_hf_config(config)
-    cross_check(config, info.world_size, hf_config)
-    device = choose_device(config, info)
     tokenizer = load_tokenizer(config)
     reward = RewardFunction.from_config(config.reward)
     prompts = PromptSet.from_config(config, tokenizer, reward.required_fields)
     stream = PromptStream(prompts, config.seed, config.data.shuffle, config.data.prompts_per_step)
-    parallel = parallel_state.initialize(config, device)
+    parallel = join(config)
     if parallel.rank == 0:
-        print(f"Prompts: {prompts.summary()}", flush=True)
-    rng.seed_all(config.seed, parallel.rank)
-    model_dir = prepare_run_dir(config, parallel)
-    actor, critic, reference = build_engines(config, hf_config, parallel)
-    sampler = VLLMEngine(
-        model_dir,
-        config.rollout,
-        dtype=config.model.dtype,
-        max_model_len=config.data.max_prompt_tokens + config.rollout.max_response_tokens,
-        tp=config.rollout.tp or config.parallel.tp,
-        seed=config.seed,
-        device=device.type,
-        tokenizer=tokenizer,
-    )
+        say(f"Prompts: {prompts.summary()}")
+    actor = build_engine("actor", config, parallel)
+    critic = build_engine("critic", config, parallel) if needs_critic(config) else None
+    reference = build_engine("reference", config, parallel) if needs_reference(config) else None
+    sampler = build_sampler(config, parallel, tokenizer)
     checkpointer = Checkpointer(
-        config.run.dir, config.checkpoint, rank=parallel.rank, world_size=info.world_size, group=dist.group.WORLD
+        config.run.dir,
+        config.checkpoint,
+        rank=parallel.rank,
+        world_size=parallel.layout.world_size,
+        group=dist.group.WORLD,
     )
     return Job(
         parallel=parallel,
@@ -102,37 +92,77 @@ def build(config: Config) -> Job:
         reference=reference,
         sampler=sampler,
         reward=reward,
-        resharder=Resharder(actor, sampler, config.reshard),
+        resharder=connect(
+            actor.shard_map(),
+            sampler.shard_map(),
+            config=config.reshard,
+            node_size=parallel.node_size,
+            timeout_s=config.launch.timeout_s,
+        ),
         colocation=Colocation(sampler, [e for e in (actor, critic, reference) if e], offload=config.parallel.offload),
         checkpointer=checkpointer,
         resume_from=find_checkpoint(config, checkpointer),
     )
 
 
-def build_engines(
-    config: Config, hf_config: Mapping[str, Any], parallel: ParallelState
-) -> tuple[MegatronEngine, MegatronEngine | None, MegatronEngine | None]:
-    """Actor, critic and reference with their weights."""
-    steps = config.steps * config.algorithm.epochs * config.algorithm.mini_batches
-    spec = ModelSpec.from_hf_config(hf_config)
+def join(config: Config) -> ParallelState:
+    """Takes this process's place in the job that the launcher began, and prepares the run directory.
 
-    def engine(role: str, path: str | None, optimizer: OptimizerConfig | None) -> MegatronEngine:
-        built = MegatronEngine(role, spec, config, parallel, optimizer=optimizer, total_steps=steps)
-        source = open_source(path) if path is not None else RandomSource(built.spec, config.seed)
-        error: BaseException | None = None
-        try:
-            load_into(*built.shard_map(), source, may_miss=("value_head.weight",) if role == "critic" else ())
-        except Exception as e:
-            error = e
-        agree(error)
-        built.parameters_changed()
-        return built
+    Raises: UserError for sizes that do not fit the world, before any model is built.
+    """
+    info = detect()
+    hf_config = read_hf_config(config)
+    cross_check(config, info.world_size, hf_config)
+    export_torch_env(info)
+    parallel = parallel_state.initialize(config, choose_device(config, info), info.local_world_size)
+    rng.seed_all(config.seed, parallel.rank)
+    prepare_run_dir(config, hf_config, parallel, info.launcher)
+    if parallel.rank == 0:
+        say(run_dir.model_line(config, hf_config, info.world_size, parallel.device.type))
+    return parallel
 
+
+def build_engine(role: str, config: Config, parallel: ParallelState) -> MegatronEngine:
+    """The actor, the critic or the reference, with its weights read or drawn."""
     model = config.model
-    actor = engine("actor", model.path, config.actor)
-    critic = engine("critic", model.critic_path or model.path, config.critic) if needs_critic(config) else None
-    reference = engine("reference", model.reference_path or model.path, None) if needs_reference(config) else None
-    return actor, critic, reference
+    paths = {"actor": model.path, "critic": model.critic_path, "reference": model.reference_path}
+    optimizers = {"actor": config.actor, "critic": config.critic, "reference": None}
+    path = paths[role] or model.path
+    own = path is not None and path != model.path
+    hf_config = read_hf_config_file(f"model.{role}_path", str(path)) if own else read_hf_config(config)
+    engine = MegatronEngine(
+        role,
+        ModelSpec.from_hf_config(hf_config),
+        config,
+        parallel,
+        optimizer=optimizers[role],
+        total_steps=config.steps * config.algorithm.epochs * config.algorithm.mini_batches,
+    )
+    error: BaseException | None = None
+    try:
+        if path is None:
+            fill_random(*engine.shard_map(), engine.spec, config.seed)
+        else:
+            load_into(*engine.shard_map(), open_hf(path), optional=(VALUE_HEAD,) if role == "critic" else ())
+    except Exception as caught:  # the other ranks wait in `agree` to hear of it
+        error = caught
+    agree(error)
+    engine.parameters_changed()
+    return engine
+
+
+def build_sampler(config: Config, parallel: ParallelState, tokenizer: Any = None) -> VLLMEngine:
+    """The rollout engine; its weights are undefined until the first sync."""
+    return VLLMEngine(
+        config.model.path or str(Path(config.run.dir) / "model"),
+        config.rollout,
+        dtype=config.model.dtype,
+        max_model_len=config.data.max_prompt_tokens + config.rollout.max_response_tokens,
+        tp=config.rollout.tp or config.parallel.tp,
+        seed=config.seed,
+        device=parallel.device.type,
+        tokenizer=tokenizer,
+    )
 
 
 def needs_critic(config: Config) -> bool:
@@ -149,7 +179,9 @@ def choose_device(config: Config, info: RankInfo) -> torch.device:
     if config.launch.device == "cpu" or (config.launch.device == "auto" and count == 0):
         return torch.device("cpu")
     if count == 0:
-        raise UserError("launch.device is cuda, but torch sees no GPU: set launch.device=cpu, or use a CUDA build of torch")
+        raise UserError(
+            "launch.device is cuda, but torch sees no GPU: set launch.device=cpu, or use a CUDA build of torch"
+        )
     if info.local_rank >= count:
         raise UserError(
             f"local rank {info.local_rank} has no GPU, this node has {count}: start at most {count} ranks on a node"
@@ -157,34 +189,29 @@ def choose_device(config: Config, info: RankInfo) -> torch.device:
     return torch.device("cuda", info.local_rank)
 
 
-def load_tokenizer(config: Config) -> Any:
-    """The HF tokenizer of ``model.tokenizer`` or ``model.path``."""
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(config.model.tokenizer or config.model.path)
-
-
-def prepare_run_dir(config: Config, parallel: ParallelState) -> str:
-    """Makes the run directory and writes its config.yaml. Returns the directory whose config.json the sampler reads."""
-    run_dir = Path(config.run.dir)
-    model_dir = config.model.path
+def prepare_run_dir(config: Config, hf_config: Mapping[str, Any], parallel: ParallelState, launcher: str) -> None:
+    """Sets an earlier run aside and writes what a run starts with."""
+    error: BaseException | None = None
     if parallel.rank == 0:
-        (run_dir / "logs").mkdir(parents=True, exist_ok=True)
-        (run_dir / "config.yaml").write_text(dump_config(config))
-        if model_dir is None:
-            (run_dir / "model").mkdir(exist_ok=True)
-            (run_dir / "model" / "config.json").write_text(json.dumps(dict(config.model.config or {}), indent=2))
-    gather_objects(None)  # the files are there
-    return model_dir or str(run_dir / "model")
+        try:
+            say(run_dir.set_aside(config, keep_logs=launcher != "none"))
+            run_dir.write_start(config, hf_config)
+        except Exception as caught:  # the other ranks wait in `agree` to hear of it
+            error = caught
+    agree(error)
 
 
-def make_sinks(config: Config, parallel: ParallelState, resumed_step: int) -> Sinks:
-    """Where metrics go: everywhere asked for on rank 0, nowhere on the others."""
-    return Sinks.from_config(config, resumed_step) if parallel.rank == 0 else Sinks([])
+def say(line: str | None) -> None:
+    """A line for the user, of rank 0."""
+    if line is not None:
+        print(line, flush=True)
 
 
 def find_checkpoint(config: Config, checkpointer: Checkpointer) -> Path | None:
     """The checkpoint that ``resume`` names, or None for a fresh start."""
     if config.resume == "none":
         return None
-    return checkpointer.latest() if config.resume == "auto" else Path(config.resume)
+    found = checkpointer.latest() if config.resume == "auto" else Path(config.resume)
+    if checkpointer.rank == 0:
+        say(run_dir.resume_line(config, found))
+    return found

@@ -43,7 +43,8 @@ class ParallelConfig:
 
 @_frozen
 class LaunchConfig:
-    nproc: int = Field(1, ge=1, description="local ranks that `hpc-rl train` starts when no launcher did")
+    nproc: int = Field(1, ge=1, description="ranks of a node: those that `hpc-rl train` starts when no launcher did")
+    nodes: int | None = Field(None, ge=1, description="nodes for `hpc-rl launch`; null: those of the Slurm job, or one")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where a GPU is there")
     threads: int = Field(1, ge=1, description="OpenMP threads of each local rank (CPU)")
     timeout_s: float = Field(1800.0, gt=0, description="longest wait of a collective before all ranks stop")
@@ -109,13 +110,13 @@ class AlgorithmConfig:
     mini_batches: int = Field(1, ge=1, description="optimizer steps per pass")
     micro_batch_tokens: int = Field(16384, ge=1, description="token budget of a micro-batch per rank")
     critic_warmup_steps: int = Field(0, ge=0, description="steps in which only the critic learns")
-    kl_straight_through: bool = Field(False, description="KL loss keeps its estimator's value and takes k2's (unbiased) gradient")
-    sapo_tau_positive: float = Field(1.0, gt=0, description="SAPO: temperature of the gate where the advantage is positive")
-    sapo_tau_negative: float = Field(1.05, gt=0, description="SAPO: temperature of the gate elsewhere")
-    overlong_buffer_tokens: int = Field(0, ge=0, description="DAPO: last tokens before the length limit that cost reward; 0: off")
-    overlong_penalty: float = Field(1.0, ge=0, description="DAPO: reward lost at the length limit, rising linearly over the buffer")
+    kl_straight_through: bool = Field(False, description="KL loss: value of its estimator, gradient of k2 (unbiased)")
+    sapo_tau_positive: float = Field(1.0, gt=0, description="SAPO: gate temperature, positive advantages")
+    sapo_tau_negative: float = Field(1.05, gt=0, description="SAPO: gate temperature, other advantages")
+    overlong_buffer_tokens: int = Field(0, ge=0, description="DAPO: tokens before the length limit that cost reward")
+    overlong_penalty: float = Field(1.0, ge=0, description="DAPO: reward lost at the limit, linear over the buffer")
     correction: Literal["none", "tis-token", "tis-sequence", "icepop-token", "icepop-sequence"] = Field(
-        "none", description="weights trainer / sampler probability: truncated at the top (tis), or 0 outside the bounds (icepop)"
+        "none", description="loss weights trainer / sampler: at most the bound (tis), or 0 outside the bounds (icepop)"
     )
     correction_low: float = Field(0.5, ge=0, description="icepop: smaller ratios weigh 0")
     correction_high: float = Field(2.0, gt=0, description="tis: bound of the weight; icepop: larger ratios weigh 0")
@@ -123,7 +124,7 @@ class AlgorithmConfig:
     reject: Literal[
         "none", "token-k1", "token-k2", "token-k3", "seq-sum-k1", "seq-sum-k2", "seq-sum-k3",
         "seq-mean-k1", "seq-mean-k2", "seq-mean-k3", "seq-max-k2", "seq-max-k3",
-    ] = Field("none", description="leave out tokens or sequences whose trainer / sampler mismatch is large; seq-mean-k1: geometric mean")  # fmt: skip
+    ] = Field("none", description="tokens or sequences to leave out; seq-mean-k1: geometric mean")  # fmt: skip
     reject_low: float = Field(0.5, ge=0, description="k1: smallest trainer / sampler ratio kept")
     reject_high: float = Field(2.0, gt=0, description="k1: largest ratio kept; k2, k3: largest divergence kept")
 
@@ -156,6 +157,19 @@ class CheckpointConfig:
     keep_every: int = Field(0, ge=0, description="also keep those whose step is a multiple; 0: none")
     asynchronous: bool = Field(True, description="write in the background")
     rollouts: bool = Field(True, description="keep every rollout in RUN/rollouts")
+    keep_best: str | None = Field(None, description="also keep the checkpoint with the highest value of this metric")
+    on_error: Literal["stop", "continue"] = Field("stop", description="a failed write: stop the run, or warn and go on")
+
+
+@_frozen
+class StorageConfig:
+    files_per_node: int = Field(0, ge=0, description="shard files per node; 0: one per rank")
+    alignment_bytes: int = Field(1 << 20, ge=4096, description="datasets of a large shard file begin at multiples of this")
+    page_bytes: int = Field(0, ge=0, description="HDF5 page size of index.h5; 0: no paging")
+    direct_io: bool = Field(True, description="bypass the page cache where the file system can")
+    stripe_count: int = Field(-1, ge=-1, description="Lustre stripes of a shard file (lfs setstripe -c); -1: all")
+    stage_dir: str | None = Field(None, description="node-local directory: shards go there first, then to the run in the background")
+    driver: Literal["posix", "mpio"] = Field("posix", description="mpio: one shared shard file through parallel HDF5")
 
 
 @_frozen
@@ -184,4 +198,5 @@ class Config:
     critic: OptimizerConfig = section(OptimizerConfig)
     reshard: ReshardConfig = section(ReshardConfig)
     checkpoint: CheckpointConfig = section(CheckpointConfig)
+    storage: StorageConfig = section(StorageConfig)
     metrics: MetricsConfig = section(MetricsConfig)

@@ -61,6 +61,13 @@ class _Dumper(yaml.SafeDumper):
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
+    def represent_text(self, data: str) -> Any:
+        # The other quotes fold line breaks and their kin (U+0085) into spaces.
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style=None if data.isprintable() else '"')
+
+
+_Dumper.add_representer(str, _Dumper.represent_text)
+
 
 def parse_yaml(text: str, where: str) -> Any:
     """The value that ``text`` holds. Raises UserError naming ``where`` and the line."""

@@ -8,9 +8,11 @@ from pathlib import Path
 
 from hpc_rl.config import Config
 from hpc_rl.config_load import load_config
-from hpc_rl.errors import UserError
-from launch.env import detect
+from hpc_rl.errors import RunError, UserError
+from hpc_rl.run_dir import set_aside
+from launch.env import detect, finish
 from launch.local import run_local
+from launch.spec import check_placement
 
 
 def run_train(path: Path, overrides: Sequence[str]) -> int:
@@ -24,9 +26,14 @@ def run_train(path: Path, overrides: Sequence[str]) -> int:
     config = load_config(path, overrides)
     info = detect()
     launched = info.launcher != "none"
+    for warning in check_placement(config.parallel, info.num_nodes, info.local_world_size):
+        if info.rank == 0:
+            print(f"hpc-rl: warning: {warning}", file=sys.stderr)
     if not launched or info.rank == 0:
         preflight(config, info.world_size if launched else config.launch.nproc)
     if not launched and config.launch.nproc > 1:
+        if line := set_aside(config):
+            print(line, flush=True)
         argv = [sys.executable, "-m", "hpc_rl.cli", "train", str(path), *overrides]
         return run_local(
             config.launch.nproc,
@@ -44,10 +51,17 @@ def train_here(config: Config) -> int:
     trainer = RLTrainer(config)
     try:
         trainer.train()
-        if trainer.job.parallel.rank == 0:
-            print(closing_words(config, trainer.steps_done), flush=True)
-    finally:
+    except RunError:  # every rank has it: they wait together for the checkpoint in flight
         trainer.close()
+        raise
+    except BaseException:  # the others may stand in another collective, so leave without one
+        trainer.job.checkpointer.kill()
+        raise
+    trainer.close()
+    info = detect()
+    if info.rank == 0:
+        print(closing_words(config, trainer.steps_done), flush=True)
+    finish(info)
     return 0
 
 

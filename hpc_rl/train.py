@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from hpc_rl import rng
 from hpc_rl.algo import registry
 from hpc_rl.algo.kl import KLController
-from hpc_rl.algo.step import mini_batches, policy_loss, prepare, value_loss
+from hpc_rl.algo.step import (
+    mini_batches,
+    needs_old_log_probs,
+    policy_loss,
+    prepare,
+    sampled_metrics,
+    value_loss,
+)
 from hpc_rl.batch import Batch
-from hpc_rl.build import build, make_sinks
+from hpc_rl.build import build
 from hpc_rl.config import Config
 from hpc_rl.metrics.meter import Meter
+from hpc_rl.metrics.sinks import Sinks
 from hpc_rl.rollout.collect import collect
 
 
@@ -31,10 +40,10 @@ class RLTrainer:
         self.config = config
         self.job = build(config)
         self.kl = KLController(config.algorithm)
-        self.meter = Meter(torch.cuda.synchronize if self.job.parallel.device.type == "cuda" else None)
+        self._synchronize = torch.cuda.synchronize if self.job.parallel.device.type == "cuda" else None
         self.steps_done = 0
         self._restore()
-        self.sinks = make_sinks(config, self.job.parallel, self.steps_done)
+        self.sinks = Sinks.from_config(config, self.steps_done, self.job.parallel.rank)
         self._sync_weights()
 
     def train(self, max_steps: int | None = None) -> dict[str, float]:
@@ -43,7 +52,6 @@ class RLTrainer:
         metrics: dict[str, float] = {}
         for step in range(self.steps_done + 1, last + 1):
             metrics = self.step(step)
-            self.steps_done = step
             self.sinks.write(step, metrics)
             self._save(step, is_last=step == last)
         self.job.checkpointer.wait()
@@ -51,8 +59,7 @@ class RLTrainer:
 
     def step(self, step: int) -> dict[str, float]:
         """One RL step: rollouts, scores, advantages, updates of critic and actor, weights to the sampler."""
-        meter = self.meter
-        meter.start_step()
+        meter = Meter(self._synchronize)
         with meter.phase("rollout"):
             batch, rollout_metrics = self._rollout(step)
         with meter.phase("score"):
@@ -61,12 +68,13 @@ class RLTrainer:
         with meter.phase("update"):
             metrics |= self._update(step, batch)
         with meter.phase("reshard"):
-            metrics |= self._sync_weights(step)
+            self.steps_done = step
+            metrics |= self._sync_weights()
         metrics.setdefault("kl", 0.0)
         metrics["kl_coef"] = self.kl.coef
         self.kl.update(metrics["kl"], len(batch))
-        meter.add_tokens(batch.num_tokens)
-        return metrics | rollout_metrics | meter.finish_step()
+        response_tokens = int(batch["response_mask"].sum())
+        return metrics | rollout_metrics | meter.summary(batch.num_tokens, response_tokens)
 
     def close(self) -> None:
         """Ends the run's writers and leaves the job."""
@@ -84,7 +92,8 @@ class RLTrainer:
         """Adds old and reference log-probs and values, as the algorithm needs them."""
         job = self.job
         job.colocation.train()
-        batch = batch.with_tokens(old_log_probs=job.actor.forward(batch)["log_probs"])
+        if needs_old_log_probs(self.config):
+            batch = batch.with_tokens(old_log_probs=job.actor.forward(batch)["log_probs"])
         if job.reference is not None:
             batch = batch.with_tokens(ref_log_probs=job.reference.forward(batch)["log_probs"])
         if job.critic is not None:
@@ -101,18 +110,27 @@ class RLTrainer:
             if job.critic is not None:
                 means.add(job.critic.train_batch(mini, value_loss(config)), prefix="critic/")
             if train_actor:
-                means.add(job.actor.train_batch(mini, policy_loss(config, self.kl.coef)), prefix="actor/")
+                outputs: dict[str, Tensor] | None = None if "old_log_probs" in mini else {}
+                means.add(job.actor.train_batch(mini, policy_loss(config, self.kl.coef), outputs), prefix="actor/")
+                if outputs is not None:
+                    means.add(sampled_metrics(mini, outputs["log_probs"], config))
         metrics = means.result()
         return metrics | {"loss": metrics.get("actor/loss", metrics.get("critic/loss", 0.0))}
 
-    def _sync_weights(self, step: int = 0) -> dict[str, float]:
-        """The actor's weights into the sampler, stamped with the step they came from."""
-        self.job.colocation.reshard()
-        return self.job.resharder.sync(version=step or self.steps_done)
+    def _sync_weights(self) -> dict[str, float]:
+        """The actor's weights into the sampler, stamped with the number of steps they have learned."""
+        job, version = self.job, self.steps_done
+        job.colocation.reshard()
+        metrics = job.resharder.sync(version)
+        job.sampler.set_version(version)
+        return {
+            f"reshard/{name}": float(value) for name, value in metrics.items() if name.startswith(("bytes", "seconds"))
+        }
 
     # ---- resume -----------------------------------------------------------------------------------------------
 
     def _save(self, step: int, *, is_last: bool) -> None:
+        self.job.checkpointer.poll()
         every = self.config.checkpoint.every
         if not is_last and (every == 0 or step % every):
             return
@@ -124,9 +142,7 @@ class RLTrainer:
             "kl": self.kl.state(),
             "engines": {role: values for role, (_, _, values) in states.items()},
         }
-        self.job.checkpointer.save(
-            step, {role: (m, t) for role, (m, t, _) in states.items()}, extra, rng.capture()
-        )
+        self.job.checkpointer.save(step, {role: (m, t) for role, (m, t, _) in states.items()}, extra, rng.capture())
 
     def _restore(self) -> None:
         path = self.job.resume_from

@@ -52,23 +52,63 @@ class RankInfo:
     hostnames: tuple[str, ...] = ()
 
 
-def detect(environ: Environ = os.environ) -> RankInfo:
+_joined: dict[int, RankInfo] = {}  # process id -> what `export_torch_env` made known, whatever a library then changes
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """The Slurm job that this process is in, whether or not srun started it."""
+
+    job_id: str
+    num_nodes: int
+    hostnames: tuple[str, ...]
+    restart_count: int
+    port: int  # for whatever the job's nodes must agree on without talking
+
+
+def allocation(environ: Environ | None = None) -> Allocation | None:
+    """None outside Slurm.
+
+    Raises:
+        UserError: SLURM_JOB_ID without a node list.
+    """
+    environ = os.environ if environ is None else environ
+    if "SLURM_JOB_ID" not in environ:
+        return None
+    hosts = expand_hosts(_get(environ, "SLURM_JOB_NODELIST"))
+    restarts = int(environ.get("SLURM_RESTART_COUNT", 0))
+    return Allocation(
+        environ["SLURM_JOB_ID"], len(hosts), hosts, restarts, slurm_port({"SLURM_STEP_ID": "0", **environ})
+    )
+
+
+def detect(environ: Environ | None = None) -> RankInfo:
     """Finds rank, world and master address as the launcher above this process gave them.
 
+    Args:
+        environ: None: this process's own environment.
+
     Returns:
-        The same world in every rank. Under mpirun this initialises MPI (mpi4py), once and collectively.
+        The same world in every rank. Under mpirun the first call initialises MPI (mpi4py) and is collective.
 
     Raises:
         UserError: a variable is missing or contradicts another; ranks are not numbered node by node; the MPI library
             and mpirun are of different kinds, so that each rank would be a world of its own.
     """
+    if environ is None and os.getpid() in _joined:
+        return _joined[os.getpid()]
+    return _detect(os.environ if environ is None else environ)
+
+
+def _detect(environ: Environ) -> RankInfo:
     if "TORCHELASTIC_RUN_ID" in environ or "HPC_RL_LOCAL" in environ:
         return _from_torch(environ)
     if "OMPI_COMM_WORLD_RANK" in environ:
         return _from_mpi(environ, "openmpi")
     if "MPI_LOCALRANKID" in environ and "PMI_RANK" in environ:
         return _from_mpi(environ, "mpich")
-    if "SLURM_STEP_ID" in environ and "SLURM_STEP_NUM_TASKS" in environ:
+    # A step of one task is a shell (srun --pty, salloc) or one process to start local ranks in: no world of its own.
+    if "SLURM_STEP_ID" in environ and environ.get("SLURM_STEP_NUM_TASKS") != "1":
         return _from_srun(environ)
     if "RANK" in environ and "WORLD_SIZE" in environ:
         return _from_torch(environ)
@@ -78,7 +118,7 @@ def detect(environ: Environ = os.environ) -> RankInfo:
 def export_torch_env(info: RankInfo, timeout_s: float = 1800.0) -> RankInfo:
     """Prepares ``init_process_group`` by env:// in this process; rank 0 serves the store from here on.
 
-    Call it once, before anything is imported that reads RANK or LOCAL_RANK.
+    Call it before anything is imported that reads RANK or LOCAL_RANK. A second call changes nothing.
 
     Args:
         info: what `detect` found.
@@ -90,6 +130,8 @@ def export_torch_env(info: RankInfo, timeout_s: float = 1800.0) -> RankInfo:
     Raises:
         UserError: the port is in use on rank 0's node.
     """
+    if joined := _joined.get(os.getpid()):
+        return joined
     if info.rank == 0 and info.launcher != "torchrun":  # torchrun's agent serves a store already
         if fd := os.environ.pop("HPC_RL_STORE_FD", None):
             rendezvous.adopt(info.master_port, int(fd))
@@ -103,6 +145,7 @@ def export_torch_env(info: RankInfo, timeout_s: float = 1800.0) -> RankInfo:
         MASTER_ADDR=info.master_addr,
         MASTER_PORT=str(info.master_port),
     )
+    _joined[os.getpid()] = info
     return info
 
 

@@ -37,6 +37,7 @@ def run_local(
     argv: Sequence[str],
     log_dir: str | Path,
     *,
+    threads: int | None = None,
     env: Mapping[str, str] | None = None,
     timeout_s: float | None = None,
     grace_s: float = 10.0,
@@ -53,6 +54,7 @@ def run_local(
         nproc: number of ranks.
         argv: program and arguments, the same for each rank.
         log_dir: made if missing.
+        threads: OpenMP threads of each rank; None: as in this process.
         env: variables set for every rank, beside those of this process.
         timeout_s: longest run; None: no limit.
 
@@ -65,7 +67,7 @@ def run_local(
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     with _handle_signals(job):
         try:
-            _start(job, nproc, argv, log_dir, {**os.environ, **(env or {})})
+            _start(job, nproc, argv, log_dir, {**os.environ, **thread_env(threads), **(env or {})})
             failed = _wait(job, deadline)
         finally:
             _end(job, grace_s)
@@ -75,6 +77,11 @@ def run_local(
     if failed is None:
         return 0
     return _report(failed, job.ranks[failed].returncode, log_dir, stopped=job.stop_signals > 0)
+
+
+def thread_env(threads: int | None) -> dict[str, str]:
+    """Variables for ``threads`` OpenMP threads; waiting ones sleep, since ranks here may share cores."""
+    return {} if threads is None else {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive"}
 
 
 def _start(job: _Job, nproc: int, argv: Sequence[str], log_dir: Path, env: dict[str, str]) -> None:

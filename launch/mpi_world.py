@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from functools import cache
 from typing import Any
 
 from hpc_rl.errors import UserError
@@ -15,6 +16,7 @@ MPIRUN_HELP = (
 )
 
 
+@cache  # collective: a second call asks nobody
 def agree(rank: int, world_size: int, local_rank: int, kind: str) -> tuple[int, tuple[str, ...], str, int]:
     """Collective over all ranks of mpirun; rank 0 is left listening for `launch.rendezvous.host_store`.
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hpc_rl.algo.masked import (
+    LOG_RATIO_MAX,
     keep,
     keep_log_probs,
     masked_mean,
@@ -20,7 +21,6 @@ from hpc_rl.algo.masked import (
     spread,
 )
 
-LOG_RATIO_MAX = 20.0
 QUANTILES = (0.05, 0.5, 0.95)
 
 

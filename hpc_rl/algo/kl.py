@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpc_rl.algo.masked import keep_log_probs
+from hpc_rl.algo.masked import LOG_RATIO_MAX, keep_log_probs
 from hpc_rl.config import AlgorithmConfig
 
-LOG_RATIO_MAX = 20.0
 K3_MAX = 10.0  # bounds one token's k3 term and, past a log-ratio of about 2.6, stops its gradient
 
 

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hpc_rl.algo.masked import keep, keep_log_probs, segment_count, segment_mean, spread
+from hpc_rl.algo.masked import LOG_RATIO_MAX, keep, keep_log_probs, segment_count, segment_mean, spread
 
-LOG_RATIO_MAX = 20.0  # exp(20) = 5e8: beyond, the ratio is constant and has no gradient
 SEQUENCE_LOG_RATIO_MAX = 10.0
 
 TokenLoss = tuple[Tensor, Mapping[str, Tensor]]  # loss [N], and metrics [N] to be averaged over response tokens
@@ -38,6 +37,10 @@ class PolicyInputs:
     def log_ratio(self) -> Tensor:
         """log(policy / old policy) of each token, not clamped, zeros outside the mask."""
         return self.current() - keep_log_probs(self.old_log_probs, self.mask)
+
+    def clamped_log_ratio(self) -> Tensor:
+        """`log_ratio` within +-20, so that its exponential is finite; no gradient beyond."""
+        return self.log_ratio().clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX)
 
     def clean_advantages(self) -> Tensor:
         return keep(self.advantages, self.mask)
@@ -88,7 +91,7 @@ def ppo_clip(inputs: PolicyInputs, clip_low: float, clip_high: float, clip_dual:
     Metrics: ratio; clip_frac, where the clipped loss is the larger; dual_clip_frac.
     """
     advantages = inputs.clean_advantages()
-    ratio = inputs.log_ratio().clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX).exp()
+    ratio = inputs.clamped_log_ratio().exp()
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
     loss = torch.maximum(unclipped, clipped)
@@ -120,7 +123,7 @@ def cispo(inputs: PolicyInputs, clip_low: float, clip_high: float) -> TokenLoss:
 
     Source: arXiv 2506.13585 (clip_low >= 1: no lower bound, as there).
     """
-    ratio = inputs.log_ratio().detach().clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX).exp()
+    ratio = inputs.clamped_log_ratio().detach().exp()
     bounded = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
     return -bounded * inputs.clean_advantages() * inputs.current(), {"ratio": ratio, "clip_frac": bounded != ratio}
 
@@ -131,14 +134,14 @@ def sapo(inputs: PolicyInputs, tau_positive: float, tau_negative: float) -> Toke
     Source: arXiv 2511.20347.
     """
     advantages = inputs.clean_advantages()
-    ratio = inputs.log_ratio().clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX).exp()
+    ratio = inputs.clamped_log_ratio().exp()
     tau = torch.where(advantages > 0, torch.full_like(ratio, tau_positive), tau_negative)
     return -advantages * torch.sigmoid(tau * (ratio - 1.0)) * 4.0 / tau, {"ratio": ratio}
 
 
 def reinforce(inputs: PolicyInputs) -> TokenLoss:
     """-A log_prob, without a ratio. Source: Williams 1992; GPG: arXiv 2504.02546."""
-    ratio = inputs.log_ratio().detach().clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX).exp()
+    ratio = inputs.clamped_log_ratio().detach().exp()
     return -inputs.clean_advantages() * inputs.current(), {"ratio": ratio}
 
 

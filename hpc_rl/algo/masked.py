@@ -7,6 +7,7 @@ from torch import Tensor
 
 # A log-prob of -inf (a token that the model rules out) counts as this, so that differences of two stay finite.
 LOG_PROB_MIN = -1e4
+LOG_RATIO_MAX = 20.0  # exp(20) = 5e8: beyond, a ratio is constant and has no gradient
 WHITEN_EPS = 1e-8
 
 

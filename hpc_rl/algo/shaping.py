@@ -33,9 +33,9 @@ def last_response_token(mask: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 
 def informative(scores: Tensor, group_ids: Tensor) -> Tensor:
-    """bool [B]: the sequence's group has two outcomes or more; a group with one has zero advantage everywhere.
+    """bool [B]: the sequence's group has two outcomes or more; with one outcome every advantage of a group is zero.
 
-    DAPO's dynamic sampling draws the others again. A group of one is never informative. Source: arXiv 2503.14476, eq. 11.
+    DAPO's dynamic sampling draws the others again. A group of one is never informative. Source: arXiv 2503.14476.
     """
     group = group_statistics(scores.double(), group_ids)
     return ~group.uniform & (group.size > 1)

@@ -65,6 +65,28 @@ class PromptSet(Sequence[Prompt]):
                 "data.overlong is drop: raise data.max_prompt_tokens, or set data.overlong=cut"
             )
 
+    @staticmethod
+    def from_config(
+        config: Config, tokenizer: Any, required: Sequence[str] = (), evaluation: bool = False
+    ) -> PromptSet:
+        """The prompts of ``data.prompts`` (or ``data.eval_prompts``); print its `summary`.
+
+        Args:
+            config: the configuration.
+            tokenizer: the run's HF tokenizer.
+            required: fields that each prompt must have (`RewardFunction.required_fields`).
+            evaluation: read the held-out prompts.
+
+        Raises:
+            UserError: one line with the value, the rule and the fix.
+        """
+        data = config.data
+        key, paths = ("data.eval_prompts", data.eval_prompts) if evaluation else ("data.prompts", data.prompts)
+        if not paths:
+            raise UserError(f"{key} is null, but prompts are needed: set it to a JSONL or Parquet file")
+        records = read_records(paths, data.format, required)
+        return PromptSet(records, tokenizer, data.max_prompt_tokens, data.overlong, data.chat_template)
+
     def __len__(self) -> int:
         return len(self._prompts)
 
@@ -86,26 +108,6 @@ class PromptSet(Sequence[Prompt]):
     def prompt_id(self, index: int) -> int:
         """The id of the prompt at ``index``, without building the prompt."""
         return self._prompts[index][0]
-
-
-def load_prompts(config: Config, tokenizer: Any, required: Sequence[str] = (), evaluation: bool = False) -> PromptSet:
-    """The prompts of ``data.prompts`` (or ``data.eval_prompts``); print its ``summary()``.
-
-    Args:
-        config: the configuration.
-        tokenizer: the run's HF tokenizer.
-        required: fields that each prompt must have (`RewardFunction.required_fields`).
-        evaluation: read the held-out prompts.
-
-    Raises:
-        UserError: one line with the value, the rule and the fix.
-    """
-    data = config.data
-    key, paths = ("data.eval_prompts", data.eval_prompts) if evaluation else ("data.prompts", data.prompts)
-    if not paths:
-        raise UserError(f"{key} is null, but prompts are needed: set it to a JSONL or Parquet file")
-    records = read_records(paths, data.format, required)
-    return PromptSet(records, tokenizer, data.max_prompt_tokens, data.overlong, data.chat_template)
 
 
 def _tokenize(records: Sequence[Record], tokenizer: Any, chat_template: str) -> Iterable[tuple[Record, str, list[int]]]:

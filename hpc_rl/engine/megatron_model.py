@@ -18,6 +18,7 @@ from torch import Tensor
 
 from hpc_rl.config import Config
 from hpc_rl.engine.head import token_log_probs
+from hpc_rl.engine.kernels import rotate, swiglu
 from hpc_rl.engine.packed import Packed
 from hpc_rl.errors import UserError
 from hpc_rl.parallel.state import ParallelState
@@ -31,19 +32,38 @@ class RMSNorm(torch.nn.RMSNorm):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[assignment]
+        setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010  Megatron reads it
+
+
+class SwiGLU(torch.nn.Module):
+    """The MLP's gated activation, [gate | up] -> silu(gate) * up."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return swiglu(x)
 
 
 class PackedAttention(MegatronModule):
-    """Causal attention within each sequence of a packed row. varlen kernel on CUDA, padded SDPA on the CPU."""
+    """Rotary embedding and causal attention within each sequence of a packed row.
 
-    def __init__(self, config: TransformerConfig, layer_number: int, softmax_scale: float | None = None, **_: Any) -> None:
+    The varlen kernel on CUDA, padded SDPA on the CPU and for float32. Positions need not be 0, 1, 2, ...: the angles
+    are computed once for the micro-batch, where Megatron would rebuild them in every layer.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, layer_number: int, softmax_scale: float | None = None, **_: Any
+    ) -> None:
         super().__init__(config=config)
         self.scale = softmax_scale
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, packed_seq_params: Packed, **__: Any) -> Tensor:
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, *_: Any, packed_seq_params: Packed, **__: Any
+    ) -> Tensor:
         """query [t, 1, heads, d], key and value [t, 1, groups, d] -> [t, 1, heads * d]."""
-        q, k, v = query[:, 0], key[:, 0], value[:, 0]
+        cos, sin = packed_seq_params.angles()
+        q, k, v = rotate(query[:, 0], cos, sin), rotate(key[:, 0], cos, sin), value[:, 0]
         attend = _padded_attention if packed_seq_params.pad_index is not None else _varlen_attention
         return attend(q, k, v, packed_seq_params, self.scale).flatten(1)[:, None]
 
@@ -65,29 +85,26 @@ def _varlen_attention(q: Tensor, k: Tensor, v: Tensor, p: Packed, scale: float |
 
     if k.shape[1] != q.shape[1]:  # head h of a group attends with key head h // (heads / groups)
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-    return varlen_attn(q, k, v, p.cu_seqlens, p.cu_seqlens, p.max_seqlen, p.max_seqlen, is_causal=True, scale=scale)
+    out = varlen_attn(q, k, v, p.cu_seqlens, p.cu_seqlens, p.max_seqlen, p.max_seqlen, scale=scale, window_size=(-1, 0))
+    assert isinstance(out, Tensor)
+    return out
 
 
-class Rotary(torch.nn.Module):
-    """Rotary angles for given positions. Types ``default``, ``linear`` and ``llama3`` of the HF config."""
+def rotary_frequencies(spec: ModelSpec) -> Tensor:
+    """Inverse frequencies, float32 [head_dim / 2]. Types ``default``, ``linear`` and ``llama3`` of the HF config.
 
-    def __init__(self, spec: ModelSpec, device: torch.device) -> None:
-        super().__init__()
-        dim, rope = spec.head_dim, spec.rope
-        inv_freq = 1.0 / (rope["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim))
-        kind = rope["rope_type"]
-        if kind == "linear":
-            inv_freq = inv_freq / rope["factor"]
-        elif kind == "llama3":
-            inv_freq = _llama3_frequencies(inv_freq, rope)
-        elif kind != "default":
-            raise UserError(f"rope_type {kind!r} of the model is not supported: use one of default, linear, llama3")
-        self.inv_freq = inv_freq.to(device)
-
-    def forward(self, position_ids: Tensor) -> Tensor:
-        """int64 [1, t] -> float32 [t, 1, 1, head_dim]."""
-        angles = position_ids[0].float()[:, None] * self.inv_freq
-        return torch.cat([angles, angles], dim=-1)[:, None, None]
+    Raises: UserError for another type.
+    """
+    dim, rope = spec.head_dim, spec.rope
+    inv_freq = 1.0 / (rope["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim))
+    kind = rope["rope_type"]
+    if kind == "linear":
+        return inv_freq / rope["factor"]
+    if kind == "llama3":
+        return _llama3_frequencies(inv_freq, rope)
+    if kind != "default":
+        raise UserError(f"rope_type {kind!r} of the model is not supported: use one of default, linear, llama3")
+    return inv_freq
 
 
 def _llama3_frequencies(inv_freq: Tensor, rope: Mapping[str, Any]) -> Tensor:
@@ -107,20 +124,22 @@ class PackedGPT(GPTModel):
     ``role`` "critic": float32 [1, t], the value of the state before each counted token.
     """
 
-    def __init__(self, config: TransformerConfig, spec: ModelSpec, role: str, state: ParallelState, **kwargs: Any) -> None:
+    def __init__(
+        self, config: TransformerConfig, spec: ModelSpec, role: str, state: ParallelState, **kwargs: Any
+    ) -> None:
         super().__init__(
             config=config,
             transformer_layer_spec=layer_specs(config, len(state.layout.layers_of(state.pp_rank, spec.num_layers)[0])),
             max_sequence_length=spec.max_position_embeddings,
             pre_process=state.is_first_stage,
             post_process=state.is_last_stage,
-            position_embedding_type="none",  # angles come from `rotary`, for packed positions
+            position_embedding_type="none",  # PackedAttention rotates
             share_embeddings_and_output_weights=spec.tie_embeddings and role != "critic",
             **kwargs,
         )
         self.role, self.temperature, self.true_vocab_size = role, 1.0, spec.vocab_size
         self.tp_group = state.tp_group if state.layout.tp > 1 else None
-        self.rotary = Rotary(spec, state.device)
+        self.inv_freq = rotary_frequencies(spec).to(state.device)
         if role == "critic" and self.post_process:
             del self.output_layer
             self.value_head = torch.nn.Linear(
@@ -131,13 +150,12 @@ class PackedGPT(GPTModel):
             p.detach().zero_()  # padded vocabulary rows stay 0; all else is written from a checkpoint
         _mark_parallel_parameters(self)
 
-    def forward(self, packed: Packed) -> Tensor:  # type: ignore[override]
+    def forward(self, packed: Packed) -> Tensor:
         """One pipeline stage: hidden states [t / tp, 1, h], or the last stage's outputs [k, t]."""
         hidden = self.decoder(
             hidden_states=self.embedding(packed.input_ids, packed.position_ids) if self.pre_process else None,
             attention_mask=None,
-            rotary_pos_emb=self.rotary(packed.position_ids),
-            packed_seq_params=packed,
+            packed_seq_params=packed.with_frequencies(self.inv_freq, self.config.params_dtype),
         )
         return self._head(hidden, packed) if self.post_process else hidden
 
@@ -185,6 +203,7 @@ def layer_specs(config: TransformerConfig, num_layers: int) -> TransformerBlockS
     if config.qk_layernorm:
         parts.self_attention.submodules.q_layernorm = parts.self_attention.submodules.k_layernorm = RMSNorm
     parts.self_attention.submodules.core_attention = PackedAttention
+    parts.mlp.submodules.activation_func = SwiGLU
     return TransformerBlockSubmodules(layer_specs=[spec] * num_layers, layer_norm=RMSNorm)
 
 
@@ -223,7 +242,8 @@ def transformer_config(spec: ModelSpec, config: Config, state: ParallelState) ->
         batch_p2p_comm=True,
         batch_p2p_sync=False,
         masked_softmax_fusion=False,
-        bias_activation_fusion=cuda,
+        bias_activation_fusion=False,
+        use_te_activation_func=True,  # means: the module of the spec, which is our SwiGLU
         bias_dropout_fusion=False,
         apply_rope_fusion=False,
         gradient_accumulation_fusion=False,

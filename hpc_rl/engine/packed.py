@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -28,11 +28,22 @@ class Packed:
     predict_at: Tensor  # int64 [m]: position of each counted token
     targets: Tensor  # int64 [m]: the counted tokens
     num_tokens: int  # t without the padding that sequence parallelism asks for
+    cos_sin: tuple[Tensor, Tensor] | None = None  # float32 [t, head_dim / 2] each, of the rotary angles
     qkv_format: str = "packed"
 
     @property
     def num_sequences(self) -> int:
         return self.cu_seqlens.numel() - 1
+
+    def with_frequencies(self, inv_freq: Tensor, dtype: torch.dtype) -> Packed:
+        """With the rotary angles of its positions, rounded to the model's ``dtype`` as HF and vLLM round them."""
+        angles = self.position_ids[0].float()[:, None] * inv_freq
+        return replace(self, cos_sin=(angles.cos().to(dtype).float(), angles.sin().to(dtype).float()))
+
+    def angles(self) -> tuple[Tensor, Tensor]:
+        """(cos, sin) of the rotary angles."""
+        assert self.cos_sin is not None, "with_frequencies comes first"
+        return self.cos_sin
 
 
 def pack(batch: Batch, device: torch.device, multiple_of: int, padded: bool) -> Packed:

@@ -166,15 +166,12 @@ def _truncate(path: Path, last_step: int) -> None:
     """Keeps whole lines of steps up to ``last_step``; writes beside the file and renames."""
     kept: list[bytes] = []
     broken = 0
-    for line in path.read_bytes().splitlines(keepends=True):
+    for line in path.read_bytes().split(b"\n"):
         try:
-            step = json.loads(line)["step"] if line.endswith(b"\n") else None
+            if line and json.loads(line)["step"] <= last_step:
+                kept.append(line + b"\n")
         except (ValueError, KeyError, TypeError):
-            step = None
-        if step is None:
             broken += 1
-        elif step <= last_step:
-            kept.append(line)
     if broken:
         log.warning("%s: removed %d broken lines (a run that was killed while it wrote)", path, broken)
     temporary = path.with_name(path.name + ".tmp")

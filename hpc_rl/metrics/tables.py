@@ -11,7 +11,7 @@ from rich.table import Table
 
 def render(report: Mapping[str, Any], stream: TextIO | None = None) -> None:
     """Prints the plain values of ``report`` as one table, and each list of rows or nested mapping as one of its own."""
-    console = Console(file=stream, highlight=False)
+    console = Console(file=stream, highlight=False, markup=False)
     values = {name: value for name, value in report.items() if not _is_rows(value) and not isinstance(value, Mapping)}
     if values:
         console.print(_table("", [{"": name, "value": value} for name, value in values.items()]))

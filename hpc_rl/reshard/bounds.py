@@ -6,36 +6,40 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from hpc_rl.reshard.cells import Box, common_box
 from hpc_rl.tensors.coverage import covered_numel
 from hpc_rl.tensors.dtypes import ITEM_BYTES, wire_dtype
-from hpc_rl.tensors.shardmap import Piece, ShardMap, TensorSpec, intersect
+from hpc_rl.tensors.shardmap import ShardMap, TensorSpec
 
 if TYPE_CHECKING:
     from hpc_rl.reshard.plan import Plan
 
-Boxes = list[tuple[tuple[int, ...], tuple[int, ...]]]
+Boxes = list[Box]
 
 
-def missing_bytes(source: ShardMap, target: ShardMap, specs: Mapping[str, TensorSpec]) -> int:
-    """Bytes of a rank's target tensors that its own source tensors do not hold: the least it must receive.
+class Needs:
+    """What one target map needs, counted from the boxes alone: independent of any plan."""
 
-    sum over canonical tensors of (|T| - |T & S|) * item bytes, with T and S the elements named by the two maps.
-    """
-    mine: dict[str, list[Piece]] = defaultdict(list)
-    for piece in source.pieces:
-        mine[piece.name].append(piece)
-    needed: dict[str, Boxes] = defaultdict(list)
-    at_hand: dict[str, Boxes] = defaultdict(list)
-    for piece in target.pieces:
-        needed[piece.name].append((piece.start, piece.shape))
-        for held in mine.get(piece.name, ()):
-            if both := intersect(piece, held):
-                at_hand[piece.name].append((both[0].start, both[0].shape))
-    total = 0
-    for name, boxes in needed.items():
-        item = ITEM_BYTES[wire_dtype(specs[name].dtype, target.specs[name].dtype)]
-        total += item * (covered_numel(boxes) - covered_numel(at_hand[name]))
-    return total
+    def __init__(self, target: ShardMap, specs: Mapping[str, TensorSpec]) -> None:
+        self.boxes: dict[str, Boxes] = defaultdict(list)
+        for piece in target.pieces:
+            self.boxes[piece.name].append((piece.start, piece.shape))
+        self.item_bytes = {
+            name: ITEM_BYTES[wire_dtype(specs[name].dtype, target.specs[name].dtype)] for name in self.boxes
+        }
+        self.total_bytes = sum(self.item_bytes[name] * covered_numel(boxes) for name, boxes in self.boxes.items())
+
+    def missing_bytes(self, source: ShardMap) -> int:
+        """Bytes of the target tensors that a rank holding ``source`` lacks: the least it must receive.
+
+        sum over canonical tensors of (|T| - |T & S|) * item bytes, with T and S the elements named by the two maps.
+        """
+        at_hand: dict[str, Boxes] = defaultdict(list)
+        for piece in source.pieces:
+            for box in self.boxes.get(piece.name, ()):
+                if both := common_box(box, (piece.start, piece.shape)):
+                    at_hand[piece.name].append(both)
+        return self.total_bytes - sum(self.item_bytes[name] * covered_numel(boxes) for name, boxes in at_hand.items())
 
 
 def coverage_errors(plan: Plan, targets: Sequence[ShardMap], ranks: Iterable[int] | None = None) -> list[str]:

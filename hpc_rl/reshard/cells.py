@@ -44,9 +44,15 @@ def common_box(a: Box, b: Box) -> Box | None:
     """The intersection of two boxes, or None."""
     if a == b:
         return a
-    start = tuple(map(max, a[0], b[0]))
-    shape = tuple(min(s + n, t + m) - lo for s, n, t, m, lo in zip(*a, *b, start, strict=True))
-    return (start, shape) if all(n > 0 for n in shape) else None
+    start, shape = [], []
+    for s, n, t, m in zip(*a, *b, strict=True):
+        low = s if s > t else t
+        size = (s + n if s + n < t + m else t + m) - low
+        if size <= 0:
+            return None
+        start.append(low)
+        shape.append(size)
+    return tuple(start), tuple(shape)
 
 
 def _disjoint(boxes: list[Box]) -> bool:

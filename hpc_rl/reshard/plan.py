@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import NamedTuple
 
 from hpc_rl.errors import UserError
-from hpc_rl.reshard.bounds import missing_bytes
+from hpc_rl.reshard.bounds import Needs
 from hpc_rl.reshard.cells import Box, Cell, Holder, cells_of
 from hpc_rl.tensors.coverage import check_same_tensors
 from hpc_rl.tensors.dtypes import ITEM_BYTES, wire_dtype
@@ -19,18 +20,31 @@ from hpc_rl.tensors.shardmap import Piece, ShardMap, TensorSpec, crop
 
 PLANNER_VERSION = 1
 MAX_PARTS = 16  # into which the boxes that one rank needs from a set of equal sources are dealt
+SMALL_BYTES = 1 << 20  # less than this does not make a new pair of ranks talk, where an old one will do
+
+
+class Dtypes(NamedTuple):
+    """Of a tensor at the source, as it travels, and at the target."""
+
+    source: str
+    wire: str
+    target: str
 
 
 class Link(NamedTuple):
-    """One box of a canonical tensor, where it lies at the source and at the target, and the dtype that travels."""
+    """One box of a canonical tensor: where it lies at the source and at the target."""
 
     source: Piece
     target: Piece
-    wire: str
+    dtypes: Dtypes
+
+    @property
+    def name(self) -> str:
+        return self.source.name
 
     @property
     def nbytes(self) -> int:
-        return self.source.numel * ITEM_BYTES[self.wire]
+        return self.source.numel * ITEM_BYTES[self.dtypes.wire]
 
 
 class Route(NamedTuple):
@@ -40,6 +54,22 @@ class Route(NamedTuple):
     target: int
     links: tuple[Link, ...]
     nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlan:
+    """One rank's part of a plan. ``max_peers``: most messages partners of any rank, senders and receivers counted.
+
+    ``sends`` and ``receives``: (peer, boxes), by peer; both ends of a pair list the same boxes in the same order.
+    """
+
+    rank: int
+    num_ranks: int
+    local: tuple[Link, ...]
+    sends: tuple[tuple[int, tuple[Link, ...]], ...]
+    receives: tuple[tuple[int, tuple[Link, ...]], ...]
+    lower_bound_bytes: int
+    max_peers: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +93,29 @@ class Plan:
             out[route.target] += route.nbytes
         return out
 
+    def of(self, rank: int) -> RankPlan:
+        """What ``rank`` has to do."""
+        sends: dict[int, list[Link]] = defaultdict(list)
+        receives: dict[int, list[Link]] = defaultdict(list)
+        peers: list[set[int]] = [set() for _ in range(2 * self.num_ranks)]
+        for route in self.routes:
+            peers[route.source].add(route.target)
+            peers[self.num_ranks + route.target].add(route.source)
+            if route.source == rank:
+                sends[route.target] += route.links
+            if route.target == rank:
+                receives[route.source] += route.links
+        degree = max(len(peers[r]) + len(peers[self.num_ranks + r]) for r in range(self.num_ranks))
+        return RankPlan(
+            rank,
+            self.num_ranks,
+            self.local[rank],
+            tuple((peer, tuple(links)) for peer, links in sorted(sends.items())),
+            tuple((peer, tuple(links)) for peer, links in sorted(receives.items())),
+            self.lower_bound_bytes[rank],
+            degree,
+        )
+
     def links_into(self, rank: int) -> Iterable[Link]:
         """All boxes written at ``rank``, local and received."""
         yield from self.local[rank]
@@ -71,11 +124,19 @@ class Plan:
                 yield from route.links
 
 
+Need = tuple[Piece, Box, dict[int, Piece], Dtypes]  # target piece, box of it, source map -> its piece
+
+
 class _Bundle(NamedTuple):
-    """Cells of one target map that the same source maps hold."""
+    """Boxes of one target map that the same source maps hold."""
 
     groups: tuple[int, ...]  # source maps
-    cells: list[tuple[Piece, Box, dict[int, Piece], str]]  # target piece, box, source map -> its piece, wire dtype
+    cells: list[Need]
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of each box."""
+        return [prod(box[1]) * ITEM_BYTES[dtypes.wire] for _, box, _, dtypes in self.cells]
 
 
 def make_plan(
@@ -105,12 +166,13 @@ def make_plan(
             holders[piece.name].append((group, piece))
     specs = {name: spec for shard_map in source_maps for name, spec in shard_map.specs.items()}
     bundles = [_bundles(shard_map, holders, specs) for shard_map in target_maps]
+    needs = [Needs(shard_map, specs) for shard_map in target_maps]
     local: dict[tuple[int, int], tuple[Link, ...]] = {}
     bound: dict[tuple[int, int], int] = {}
     for pair in zip(source_of, target_of, strict=True):
         if pair not in local:
             local[pair] = tuple(x for b in bundles[pair[1]] if pair[0] in b.groups for x in _links(b.cells, pair[0]))
-            bound[pair] = missing_bytes(source_maps[pair[0]], target_maps[pair[1]], specs)
+            bound[pair] = needs[pair[1]].missing_bytes(source_maps[pair[0]])
     pairs = list(zip(source_of, target_of, strict=True))
     routes = _Router(source_of, target_of, node_size).routes(bundles)
     return Plan(len(sources), node_size, tuple(local[p] for p in pairs), tuple(routes), tuple(bound[p] for p in pairs))
@@ -146,20 +208,22 @@ def _check_names(sources: list[ShardMap], targets: list[ShardMap], allow_unused:
 def _bundles(target: ShardMap, holders: dict[str, list[Holder]], specs: dict[str, TensorSpec]) -> list[_Bundle]:
     out: dict[tuple[int, ...], _Bundle] = {}
     seen: dict[tuple[str, Box], list[Cell]] = {}
+    kinds: dict[tuple[str, str], Dtypes] = {}
     for piece in target.pieces:
         key = (piece.name, (piece.start, piece.shape))
         if key not in seen:
             seen[key] = cells_of(piece, holders[piece.name])
-        wire = wire_dtype(specs[piece.name].dtype, target.specs[piece.name].dtype)
+        ends = (specs[piece.name].dtype, target.specs[piece.name].dtype)
+        dtypes = kinds.setdefault(ends, Dtypes(ends[0], wire_dtype(*ends), ends[1]))
         for box, who in seen[key]:
             sources = dict(reversed(who))  # a map that holds the box twice: its first piece
             groups = tuple(sorted(sources))
-            out.setdefault(groups, _Bundle(groups, [])).cells.append((piece, box, sources, wire))
+            out.setdefault(groups, _Bundle(groups, [])).cells.append((piece, box, sources, dtypes))
     return list(out.values())
 
 
-def _links(cells: Iterable[tuple[Piece, Box, dict[int, Piece], str]], group: int) -> list[Link]:
-    return [Link(_cut(sources[group], box), _cut(target, box), wire) for target, box, sources, wire in cells]
+def _links(cells: Iterable[Need], group: int) -> list[Link]:
+    return [Link(_cut(sources[group], box), _cut(target, box), dtypes) for target, box, sources, dtypes in cells]
 
 
 def _cut(piece: Piece, box: Box) -> Piece:
@@ -174,56 +238,58 @@ class _Router:
         self.ranks_of: dict[int, list[int]] = defaultdict(list)
         for rank, group in enumerate(source_of):
             self.ranks_of[group].append(rank)
-        self.load = [[0] * len(source_of), [0] * len(source_of)]  # bytes sent within the node, and out of it
+        self.load = ([0] * len(source_of), [0] * len(source_of))  # bytes sent within the node, and out of it
+        self.peers: list[set[int]] = [set() for _ in source_of]  # of each target
 
     def routes(self, bundles: list[list[_Bundle]]) -> list[Route]:
-        """All routes, in the order of their targets within each bundle."""
+        """All routes. Large bundles first: small ones then follow the pairs that exist."""
         targets: dict[int, list[int]] = defaultdict(list)
         for rank, group in enumerate(self.target_of):
             targets[group].append(rank)
+        todo = [(group, bundle, sum(bundle.sizes)) for group, some in enumerate(bundles) for bundle in some]
         out: list[Route] = []
-        for group, some in enumerate(bundles):
-            for bundle in some:
-                needy = [r for r in targets[group] if self.source_of[r] not in bundle.groups]
-                if needy:
-                    out += self._deal(bundle, needy)
+        for group, bundle, _ in sorted(todo, key=lambda item: -item[2]):
+            needy = [r for r in targets[group] if self.source_of[r] not in bundle.groups]
+            if needy:
+                out += self._deal(bundle, needy)
         return out
 
     def _deal(self, bundle: _Bundle, needy: list[int]) -> list[Route]:
         holders = sorted(r for g in bundle.groups for r in self.ranks_of[g])
-        parts = _parts(bundle, min(MAX_PARTS, -(-4 * len(holders) // len(needy))))
-        links: dict[tuple[int, int], tuple[Link, ...]] = {}
         by_node: dict[int, list[int]] = defaultdict(list)
         for r in holders:
             by_node[r // self.node_size].append(r)
+        links: dict[tuple[int, int], tuple[Link, ...]] = {}
         out = []
+        parts = _parts(bundle, min(MAX_PARTS, -(-4 * len(holders) // len(needy))))
         for target in needy:
             near = by_node.get(target // self.node_size)
-            load = self.load[0] if near else self.load[1]
             for number, (cells, nbytes) in enumerate(parts):
-                source = min(near or holders, key=lambda r: (load[r], (r - target) % len(self.source_of)))
-                load[source] += nbytes
+                source = self._pick(near or holders, target, nbytes, self.load[0 if near else 1])
                 key = (number, self.source_of[source])
                 if key not in links:
                     links[key] = tuple(_links(cells, key[1]))
                 out.append(Route(source, target, links[key], nbytes))
         return out
 
+    def _pick(self, holders: list[int], target: int, nbytes: int, load: list[int]) -> int:
+        known = [r for r in holders if r in self.peers[target]] if nbytes < SMALL_BYTES else []
+        source = min(known or holders, key=lambda r: (load[r], (r - target) % len(load)))
+        load[source] += nbytes
+        self.peers[target].add(source)
+        return source
 
-def _parts(bundle: _Bundle, num_parts: int) -> list[tuple[list, int]]:
-    """The cells in at most ``num_parts`` runs of about equal bytes, with each run's bytes."""
-    sizes = [_numel(box) * ITEM_BYTES[wire] for _, box, _, wire in bundle.cells]
-    total, goal, out, begin, run = sum(sizes), 1, [], 0, 0
+
+def _parts(bundle: _Bundle, num_parts: int) -> list[tuple[list[Need], int]]:
+    """The boxes in at most ``num_parts`` runs of about equal bytes, with each run's bytes."""
+    sizes = bundle.sizes
+    if sum(sizes) < SMALL_BYTES:
+        return [(bundle.cells, sum(sizes))]
+    total, goal, begin, run = sum(sizes), 1, 0, 0
+    out: list[tuple[list[Need], int]] = []
     for i, size in enumerate(sizes):
         run += size
         if run * num_parts >= goal * total or i == len(sizes) - 1:
             out.append((bundle.cells[begin : i + 1], sum(sizes[begin : i + 1])))
             begin, goal = i + 1, run * num_parts // total + 1
     return out
-
-
-def _numel(box: Box) -> int:
-    count = 1
-    for n in box[1]:
-        count *= n
-    return count

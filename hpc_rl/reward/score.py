@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _EXCERPT_CHARS = 80
+_REASON_CHARS = 300
 _LOGGED_ERRORS = 3  # in full; the others are counted
 
 
@@ -79,7 +80,7 @@ class RewardFunction:
 
     def _failed(self, sample: Sample, error: BaseException) -> float:
         excerpt = sample.text if len(sample.text) <= _EXCERPT_CHARS else sample.text[:_EXCERPT_CHARS] + "..."
-        reason = " ".join(str(error).split()) or "no message"
+        reason = " ".join(str(error).split())[:_REASON_CHARS] or "no message"
         message = (
             f"the reward function failed on prompt_id {sample.request.prompt.prompt_id}, sample_id "
             f"{sample.request.sample_id}, response {excerpt!r}: {type(error).__name__}: {reason}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from math import prod
 
 import numpy as np
 
@@ -63,7 +64,7 @@ def covered_numel(boxes: Iterable[tuple[tuple[int, ...], tuple[int, ...]]]) -> i
     if not todo:
         return 0
     if len(todo) == 1 or not todo[0][0]:
-        return int(np.prod(todo[0][1], dtype=np.int64))
+        return prod(todo[0][1])
     # Cut along the first dim wherever a box begins or ends; in each slab the other dims are a smaller problem.
     cuts = sorted({s[0] for s, _ in todo} | {s[0] + n[0] for s, n in todo})
     total = 0

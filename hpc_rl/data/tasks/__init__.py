@@ -1,0 +1,1 @@
+"""Scripts that make the data sets and models of the example configurations."""

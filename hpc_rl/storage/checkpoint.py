@@ -1,0 +1,244 @@
+"""Checkpoints: saved by every rank without stopping the step for long, read back at any layout."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import socket
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from hpc_rl.config import CheckpointConfig, StorageConfig
+from hpc_rl.errors import RunError, UserError
+from hpc_rl.storage import index as index_file
+from hpc_rl.storage import manifest, restore
+from hpc_rl.storage.files import Files
+from hpc_rl.storage.finish import Finish, Whole
+from hpc_rl.storage.host_copy import Sources, fill, fill_local
+from hpc_rl.storage.manifest import DamagedCheckpoint
+from hpc_rl.storage.plan import Holding, holding, plan, state_name
+from hpc_rl.storage.shards import Member, shard_files
+from hpc_rl.storage.spool import Spool
+from hpc_rl.storage.tensor_io import digest, pack, unpack
+from hpc_rl.storage.writer import Job
+from hpc_rl.tensors.shardmap import ShardMap
+
+logger = logging.getLogger(__name__)
+Components = Mapping[str, tuple[ShardMap, Mapping[str, Tensor]]]
+FINISHER = 0  # the rank whose writer completes the checkpoint
+
+
+class Checkpointer:
+    """Saves to and loads from ``RUN/checkpoints``. Every method but `close` on one rank is called by all ranks alike."""
+
+    def __init__(
+        self, run_dir: str | Path, config: CheckpointConfig, *, rank: int = 0, world_size: int = 1,
+        group: dist.ProcessGroup | None = None, storage: StorageConfig | None = None,
+        files: Files | None = None, deadline_s: float = 1800.0,
+    ) -> None:  # fmt: skip
+        assert world_size == 1 or group is not None, "several ranks need a gloo process group"
+        self.root = Path(run_dir).absolute() / "checkpoints"
+        self.config, self.storage = config, storage or StorageConfig()
+        self.rank, self.world_size, self.group = rank, world_size, group
+        self.files, self.deadline_s = files or Files(), deadline_s
+        self._spool: Spool | None = None
+        self._whole: Whole | None = None
+        self._layouts: list[str] = []
+        self._step: int | None = None  # being written
+
+    def save(
+        self, step: int, components: Components, extra: Mapping[str, Any],
+        per_rank: Mapping[str, bytes | np.ndarray[Any, Any]] | None = None, metrics: Mapping[str, float] | None = None,
+    ) -> None:  # fmt: skip
+        """Saves all state as of ``step``; waits first for the save before it.
+
+        Args:
+            components: name -> (map, contiguous local tensors), of this rank.
+            extra: JSON-able values, the same on all ranks. per_rank: this rank's own (RNG states).
+            metrics: for `keep_best`.
+
+        Asynchronous by configuration: returns once the state is in host memory.
+        Raises: RunError, on every rank, when this save (synchronous) or the one before it failed.
+        """
+        self._report(self._settle(block=True)[1], self.config.on_error)
+        json.dumps(extra)  # a value that is not JSON-able is the caller's mistake: raise it here
+        held = holding({name: shard_map for name, (shard_map, _) in components.items()})
+        state = pack(per_rank or {})
+        changed, nonce = self._plan(held, len(state))
+        assert self._whole is not None
+        spool = self._spool = self._spool or Spool()
+        member = self._whole.members[self.rank]
+        buffer = spool.buffer.reserve(sum(region.nbytes for region in member.regions()))
+        job = self._job(step, nonce, buffer.numel(), extra, metrics or {})
+        spool.start(job, self._whole if changed and self.rank == FINISHER else None)
+        self._step = step
+        try:
+            fill(buffer, member, Sources(components), state, spool.filled)
+        except BaseException:
+            spool.filled(-1)
+            raise
+        if not self.config.asynchronous:
+            self.wait()
+
+    def poll(self) -> int | None:
+        """The step whose checkpoint became whole since the last call, if any. Call it at every step's end.
+
+        Raises: RunError, on every rank, when the write failed (with ``on_error: continue`` it only warns).
+        """
+        step, (ended, error) = self._step, self._settle(block=False)
+        self._report(error, self.config.on_error)
+        return step if ended and not error else None
+
+    def wait(self) -> None:
+        """Returns when the save in flight is whole on disk. Raises RunError, on every rank, when it failed."""
+        self._report(self._settle(block=True)[1], "stop")
+
+    def close(self) -> None:
+        """Waits for the save in flight and ends the writer. Raises RunError when it failed."""
+        try:
+            self.wait()
+        finally:
+            self.kill()
+
+    def kill(self) -> None:
+        """Ends the writer at once, on this rank alone; a save in flight is lost."""
+        if self._spool:
+            self._spool.close()
+            self._spool = None
+
+    def latest(self) -> Path | None:
+        """The newest whole checkpoint, by its step; a damaged one is passed over with a warning that says why."""
+        found = None
+        for _, path in reversed(manifest.complete(self.root)) if self.rank == FINISHER else ():
+            try:
+                manifest.check(path)
+                found = str(path)
+                break
+            except DamagedCheckpoint as error:
+                logger.warning("skipped a damaged checkpoint: %s", error)
+        found = self._gather(found)[FINISHER]
+        return Path(found) if found else None
+
+    def load(
+        self, path: str | Path, components: Components, verify: bool = True
+    ) -> tuple[dict[str, Any], dict[str, Any] | None]:
+        """Fills the local tensors in place, whatever layout they were saved at.
+
+        Returns: ``extra``, and this rank's own values, or None where any rank's layout differs from the saved one.
+        Raises: UserError, on every rank: DamagedCheckpoint, or a checkpoint that does not fit the run.
+        """
+        result, error = None, None
+        try:
+            result = self._load(Path(path), components, verify)
+        except UserError as caught:
+            error = caught
+        outcomes = self._gather((error, result is not None and result[2]))
+        for other, _ in outcomes:
+            if other is not None:
+                raise other
+        assert result is not None
+        extra, own, _ = result
+        return extra, own if all(same for _, same in outcomes) else None
+
+    def _load(self, path: Path, components: Components, verify: bool) -> tuple[dict[str, Any], Any, bool]:
+        content = manifest.read(path)
+        index = load_index(path, content)
+        maps = {name: shard_map for name, (shard_map, _) in components.items()}
+        plan_copies = restore.copies(index, maps, path)
+        layout = layout_digest(holding(maps))
+        same = content.world_size == self.world_size and index.layouts[self.rank] == layout
+        own_row = index.rows([state_name(self.rank)])[state_name(self.rank)].tolist() if same else []
+        own: dict[str, Any] = {}
+
+        def use(row: int, data: memoryview) -> None:
+            if row in own_row:
+                own.update(unpack(bytes(data)))
+            for copy in plan_copies.get(row, ()):
+                fill_local(copy, data, index.specs[index.names[index.name[row]]].dtype, components[copy.component][1])
+
+        reader = restore.Reader(path, index, verify, self.storage.direct_io)
+        reader.each(restore.reads(index, [*plan_copies, *own_row]), use)
+        return dict(content.extra), own, same
+
+    def _plan(self, held: Holding, state_bytes: int) -> tuple[bool, str]:
+        """Makes the plan of all ranks at the first save, or when a layout changed. Returns (whether it changed, nonce)."""
+        layout = layout_digest(held)
+        mine = (layout, state_bytes, socket.gethostname(), uuid.uuid4().hex[:8])
+        ranks = self._gather(mine)
+        layouts, sizes, hosts = [r[0] for r in ranks], [r[1] for r in ranks], [r[2] for r in ranks]
+        whole = self._whole
+        if whole and layouts == self._layouts and sizes == [m.state_bytes for m in whole.members]:
+            return False, ranks[FINISHER][3]
+        made = plan(self._gather(held))
+        members = tuple(Member(r, extents, sizes[r]) for r, extents in enumerate(made.ranks))
+        self._whole, self._layouts = Whole(made.specs, members, tuple(layouts)), layouts
+        self._shard_file = shard_files(hosts, self.storage.files_per_node)[self.rank]
+        return True, ranks[FINISHER][3]
+
+    def _job(self, step: int, nonce: str, buffer_bytes: int, extra: Mapping[str, Any], metrics: Mapping[str, float]) -> Job:
+        assert self._whole is not None
+        name, ranks = self._shard_file
+        finish = Finish(
+            extra, metrics, self.config.keep_last, self.config.keep_every, self.config.keep_best,
+            self.storage.page_bytes, self.deadline_s,
+        )  # fmt: skip
+        return Job(
+            step=step, rank=self.rank, partial=self.root / f"checkpoint_{step}_partial_{nonce}",
+            final=self.root / manifest.complete_name(step), file=name,
+            members=tuple(self._whole.members[r] for r in ranks), buffer_bytes=buffer_bytes,
+            alignment_bytes=self.storage.alignment_bytes, direct=self.storage.direct_io, files=self.files,
+            finish=finish if self.rank == FINISHER else None,
+        )  # fmt: skip
+
+    def _settle(self, block: bool) -> tuple[bool, str | None]:
+        """(ended on all ranks, first error). All ranks get the same answer."""
+        if self._step is None or self._spool is None:
+            return True, None
+        states = self._gather(self._spool.outcome(block and self.rank != FINISHER))
+        failed = any(error for _, error in states)
+        if failed and self.rank == FINISHER:
+            self._spool.filled(-1)  # its writer may be waiting for a shard that will never come
+        if block or failed:
+            states = self._gather(self._spool.outcome(block=True))
+        ended = all(done for done, _ in states)
+        if ended:
+            self._step = None
+        return ended, next((f"rank {r}: {e}" for r, (_, e) in enumerate(states) if e), None)
+
+    def _report(self, error: str | None, on_error: str) -> None:
+        if error and on_error == "stop":
+            raise RunError(f"a checkpoint could not be written: {error}")
+        if error:
+            logger.warning("a checkpoint could not be written: %s", error)
+
+    def _gather(self, value: Any) -> list[Any]:
+        """``value`` of every rank."""
+        if self.world_size == 1:
+            return [value]
+        out: list[Any] = [None] * self.world_size
+        dist.all_gather_object(out, value, group=self.group)
+        return out
+
+
+def layout_digest(held: Holding) -> str:
+    """Digest of what a rank holds."""
+    return digest(repr((sorted(held.specs.items()), sorted(held.boxes.items()))).encode()).hex()
+
+
+def load_index(path: Path, content: manifest.Manifest) -> index_file.Index:
+    """The index of a checkpoint, its digest verified. Raises DamagedCheckpoint."""
+    try:
+        image = (path / "index.h5").read_bytes()
+    except OSError as error:
+        raise DamagedCheckpoint(f"{path / 'index.h5'}: {error.strerror}: use an older checkpoint") from error
+    if digest(image).hex() != content.files["index.h5"].digest:
+        raise DamagedCheckpoint(f"{path / 'index.h5'}: its digest does not match the manifest: use an older checkpoint")
+    return index_file.read(io.BytesIO(image), path / "index.h5")
