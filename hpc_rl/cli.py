@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from hpc_rl.errors import RunError, UserError
+from hpc_rl.quiet import DEBUG_VARIABLE, quiet
 
 app = typer.Typer(
     add_completion=False,
@@ -21,12 +23,16 @@ app = typer.Typer(
 
 ConfigArg = Annotated[Path, typer.Argument(help="YAML configuration, for example configs/quickstart.yaml")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="key=value, for example steps=10 parallel.tp=2")]
+Debug = Annotated[bool, typer.Option("--debug", help="show what all libraries say (as HPC_RL_DEBUG=1 does)")]
 Json = Annotated[bool, typer.Option("--json", help="print JSON instead of a table")]
 
 
 @app.command(epilog="Example: hpc-rl train configs/quickstart.yaml steps=4 run.dir=runs/try")
-def train(config: ConfigArg, overrides: Overrides = None) -> None:
+def train(config: ConfigArg, overrides: Overrides = None, debug: Debug = False) -> None:
     """Train. Starts the local ranks that the config asks for, or takes its place in a torchrun, mpirun or srun job."""
+    if debug:
+        os.environ[DEBUG_VARIABLE] = "1"
+    quiet()
     from hpc_rl.run import run_train
 
     raise typer.Exit(run_train(config, overrides or []))
@@ -50,12 +56,16 @@ def inspect(
 def export(
     source: Annotated[Path, typer.Argument(help="a run directory or a checkpoint")],
     hf: Annotated[Path, typer.Option("--hf", help="directory to write: config.json, tokenizer, safetensors")],
-    role: Annotated[str, typer.Option(help="actor or critic")] = "actor",
+    role: Annotated[str, typer.Option(help="actor (a causal LM) or critic (a sequence classifier)")] = "actor",
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16 [as the run computed]")] = None,
+    model: Annotated[Path | None, typer.Option(help="directory of config.json and tokenizer [the run's]")] = None,
+    as_json: Json = False,
 ) -> None:
     """Write a checkpoint's weights as a Hugging Face directory."""
+    quiet()
     from hpc_rl.export import export_checkpoint
 
-    typer.echo(export_checkpoint(source, hf, role=role))
+    _print(export_checkpoint(source, hf, role=role, dtype=dtype, model=model), as_json)
 
 
 @app.command(epilog="Example: hpc-rl bench reshard --quick --json")

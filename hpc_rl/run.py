@@ -8,7 +8,8 @@ from pathlib import Path
 
 from hpc_rl.config import Config
 from hpc_rl.config_load import load_config
-from hpc_rl.errors import UserError
+from hpc_rl.errors import RunError, UserError
+from hpc_rl.run_dir import set_aside
 from launch.env import detect, finish
 from launch.local import run_local
 from launch.spec import check_placement
@@ -31,6 +32,8 @@ def run_train(path: Path, overrides: Sequence[str]) -> int:
     if not launched or info.rank == 0:
         preflight(config, info.world_size if launched else config.launch.nproc)
     if not launched and config.launch.nproc > 1:
+        if line := set_aside(config):
+            print(line, flush=True)
         argv = [sys.executable, "-m", "hpc_rl.cli", "train", str(path), *overrides]
         return run_local(
             config.launch.nproc,
@@ -48,11 +51,17 @@ def train_here(config: Config) -> int:
     trainer = RLTrainer(config)
     try:
         trainer.train()
-        if trainer.job.parallel.rank == 0:
-            print(closing_words(config, trainer.steps_done), flush=True)
-    finally:
+    except RunError:  # every rank has it: they wait together for the checkpoint in flight
         trainer.close()
-    finish(detect())
+        raise
+    except BaseException:  # the others may stand in another collective, so leave without one
+        trainer.job.checkpointer.kill()
+        raise
+    trainer.close()
+    info = detect()
+    if info.rank == 0:
+        print(closing_words(config, trainer.steps_done), flush=True)
+    finish(info)
     return 0
 
 
