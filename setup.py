@@ -18,7 +18,7 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     license_files=["LICENSE"],
-    packages=find_packages(include=["hpc_rl*", "launch*"]),
+    packages=find_packages(include=["hpc_rl*", "launch*", "benchmarks*"]),
     package_data={"hpc_rl": ["py.typed"], "launch": ["*.sh"]},
     python_requires=">=3.11",
     install_requires=[

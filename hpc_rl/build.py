@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from hpc_rl import rng, run_dir
 from hpc_rl.algo.registry import algorithm
-from hpc_rl.config import Config, OptimizerConfig
+from hpc_rl.config import Config
 from hpc_rl.config_check import cross_check, read_hf_config, read_hf_config_file
 from hpc_rl.data.prompts import PromptSet, PromptStream
 from hpc_rl.data.tokenizer import load_tokenizer
@@ -35,7 +35,7 @@ from launch.env import RankInfo, detect, export_torch_env
 
 @dataclass
 class Job:
-    """The parts of one run on this rank. ``critic`` and ``reference`` are None where the algorithm needs none."""
+    """The parts of one run on this rank. ``critic`` and ``reference`` are None where nothing needs them."""
 
     parallel: ParallelState
     prompts: PromptStream
@@ -66,34 +66,23 @@ def build(config: Config) -> Job:
 
     Raises: UserError on every rank, before any model is built, for what does not fit.
     """
-    info = detect()
-    export_torch_env(info)
-    hf_config = read_hf_config(config)
-    cross_check(config, info.world_size, hf_config)
-    device = choose_device(config, info)
     tokenizer = load_tokenizer(config)
     reward = RewardFunction.from_config(config.reward)
     prompts = PromptSet.from_config(config, tokenizer, reward.required_fields)
     stream = PromptStream(prompts, config.seed, config.data.shuffle, config.data.prompts_per_step)
-    parallel = parallel_state.initialize(config, device)
-    model_dir = prepare_run_dir(config, hf_config, parallel, info.launcher)
+    parallel = join(config)
     if parallel.rank == 0:
         say(f"Prompts: {prompts.summary()}")
-        say(run_dir.model_line(config, hf_config, info.world_size, device.type))
-    rng.seed_all(config.seed, parallel.rank)
-    actor, critic, reference = build_engines(config, hf_config, parallel)
-    sampler = VLLMEngine(
-        model_dir,
-        config.rollout,
-        dtype=config.model.dtype,
-        max_model_len=config.data.max_prompt_tokens + config.rollout.max_response_tokens,
-        tp=config.rollout.tp or config.parallel.tp,
-        seed=config.seed,
-        device=device.type,
-        tokenizer=tokenizer,
-    )
+    actor = build_engine("actor", config, parallel)
+    critic = build_engine("critic", config, parallel) if needs_critic(config) else None
+    reference = build_engine("reference", config, parallel) if needs_reference(config) else None
+    sampler = build_sampler(config, parallel, tokenizer)
     checkpointer = Checkpointer(
-        config.run.dir, config.checkpoint, rank=parallel.rank, world_size=info.world_size, group=dist.group.WORLD
+        config.run.dir,
+        config.checkpoint,
+        rank=parallel.rank,
+        world_size=parallel.layout.world_size,
+        group=dist.group.WORLD,
     )
     return Job(
         parallel=parallel,
@@ -107,7 +96,7 @@ def build(config: Config) -> Job:
             actor.shard_map(),
             sampler.shard_map(),
             config=config.reshard,
-            node_size=info.local_world_size,
+            node_size=parallel.node_size,
             timeout_s=config.launch.timeout_s,
         ),
         colocation=Colocation(sampler, [e for e in (actor, critic, reference) if e], offload=config.parallel.offload),
@@ -116,33 +105,64 @@ def build(config: Config) -> Job:
     )
 
 
-def build_engines(
-    config: Config, hf_config: Mapping[str, Any], parallel: ParallelState
-) -> tuple[MegatronEngine, MegatronEngine | None, MegatronEngine | None]:
-    """Actor, critic and reference with their weights."""
-    steps = config.steps * config.algorithm.epochs * config.algorithm.mini_batches
+def join(config: Config) -> ParallelState:
+    """Takes this process's place in the job that the launcher began, and prepares the run directory.
 
-    def engine(role: str, path: str | None, optimizer: OptimizerConfig | None) -> MegatronEngine:
-        own_config = hf_config if path in (None, config.model.path) else read_hf_config_file(f"model.{role}_path", path)
-        spec = ModelSpec.from_hf_config(own_config)
-        built = MegatronEngine(role, spec, config, parallel, optimizer=optimizer, total_steps=steps)
-        error: BaseException | None = None
-        try:
-            if path is None:
-                fill_random(*built.shard_map(), built.spec, config.seed)
-            else:
-                load_into(*built.shard_map(), open_hf(path), optional=(VALUE_HEAD,) if role == "critic" else ())
-        except Exception as caught:  # the other ranks wait in `agree` to hear of it
-            error = caught
-        agree(error)
-        built.parameters_changed()
-        return built
+    Raises: UserError for sizes that do not fit the world, before any model is built.
+    """
+    info = detect()
+    hf_config = read_hf_config(config)
+    cross_check(config, info.world_size, hf_config)
+    export_torch_env(info)
+    parallel = parallel_state.initialize(config, choose_device(config, info), info.local_world_size)
+    rng.seed_all(config.seed, parallel.rank)
+    prepare_run_dir(config, hf_config, parallel, info.launcher)
+    if parallel.rank == 0:
+        say(run_dir.model_line(config, hf_config, info.world_size, parallel.device.type))
+    return parallel
 
+
+def build_engine(role: str, config: Config, parallel: ParallelState) -> MegatronEngine:
+    """The actor, the critic or the reference, with its weights read or drawn."""
     model = config.model
-    actor = engine("actor", model.path, config.actor)
-    critic = engine("critic", model.critic_path or model.path, config.critic) if needs_critic(config) else None
-    reference = engine("reference", model.reference_path or model.path, None) if needs_reference(config) else None
-    return actor, critic, reference
+    paths = {"actor": model.path, "critic": model.critic_path, "reference": model.reference_path}
+    optimizers = {"actor": config.actor, "critic": config.critic, "reference": None}
+    path = paths[role] or model.path
+    own = path is not None and path != model.path
+    hf_config = read_hf_config_file(f"model.{role}_path", str(path)) if own else read_hf_config(config)
+    engine = MegatronEngine(
+        role,
+        ModelSpec.from_hf_config(hf_config),
+        config,
+        parallel,
+        optimizer=optimizers[role],
+        total_steps=config.steps * config.algorithm.epochs * config.algorithm.mini_batches,
+    )
+    error: BaseException | None = None
+    try:
+        if path is None:
+            fill_random(*engine.shard_map(), engine.spec, config.seed)
+        else:
+            load_into(*engine.shard_map(), open_hf(path), optional=(VALUE_HEAD,) if role == "critic" else ())
+    except Exception as caught:  # the other ranks wait in `agree` to hear of it
+        error = caught
+    agree(error)
+    engine.parameters_changed()
+    return engine
+
+
+def build_sampler(config: Config, parallel: ParallelState, tokenizer: Any = None) -> VLLMEngine:
+    """The rollout engine; its weights are undefined until the first sync."""
+    return VLLMEngine(
+        config.model.path or str(Path(config.run.dir) / "model"),
+        config.rollout,
+        dtype=config.model.dtype,
+        max_model_len=config.data.max_prompt_tokens + config.rollout.max_response_tokens,
+        tp=config.rollout.tp or config.parallel.tp,
+        seed=config.seed,
+        device=parallel.device.type,
+        tokenizer=tokenizer,
+    )
 
 
 def needs_critic(config: Config) -> bool:
@@ -169,8 +189,8 @@ def choose_device(config: Config, info: RankInfo) -> torch.device:
     return torch.device("cuda", info.local_rank)
 
 
-def prepare_run_dir(config: Config, hf_config: Mapping[str, Any], parallel: ParallelState, launcher: str) -> str:
-    """Sets an earlier run aside and writes what a run starts with. Returns the directory that the sampler reads."""
+def prepare_run_dir(config: Config, hf_config: Mapping[str, Any], parallel: ParallelState, launcher: str) -> None:
+    """Sets an earlier run aside and writes what a run starts with."""
     error: BaseException | None = None
     if parallel.rank == 0:
         try:
@@ -179,7 +199,6 @@ def prepare_run_dir(config: Config, hf_config: Mapping[str, Any], parallel: Para
         except Exception as caught:  # the other ranks wait in `agree` to hear of it
             error = caught
     agree(error)
-    return config.model.path or str(Path(config.run.dir) / "model")
 
 
 def say(line: str | None) -> None:

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from hpc_rl import rng
 from hpc_rl.algo import registry
 from hpc_rl.algo.kl import KLController
-from hpc_rl.algo.step import mini_batches, policy_loss, prepare, value_loss
+from hpc_rl.algo.step import (
+    mini_batches,
+    needs_old_log_probs,
+    policy_loss,
+    prepare,
+    sampled_metrics,
+    value_loss,
+)
 from hpc_rl.batch import Batch
 from hpc_rl.build import build
 from hpc_rl.config import Config
@@ -84,7 +92,8 @@ class RLTrainer:
         """Adds old and reference log-probs and values, as the algorithm needs them."""
         job = self.job
         job.colocation.train()
-        batch = batch.with_tokens(old_log_probs=job.actor.forward(batch)["log_probs"])
+        if needs_old_log_probs(self.config):
+            batch = batch.with_tokens(old_log_probs=job.actor.forward(batch)["log_probs"])
         if job.reference is not None:
             batch = batch.with_tokens(ref_log_probs=job.reference.forward(batch)["log_probs"])
         if job.critic is not None:
@@ -101,7 +110,10 @@ class RLTrainer:
             if job.critic is not None:
                 means.add(job.critic.train_batch(mini, value_loss(config)), prefix="critic/")
             if train_actor:
-                means.add(job.actor.train_batch(mini, policy_loss(config, self.kl.coef)), prefix="actor/")
+                outputs: dict[str, Tensor] | None = None if "old_log_probs" in mini else {}
+                means.add(job.actor.train_batch(mini, policy_loss(config, self.kl.coef), outputs), prefix="actor/")
+                if outputs is not None:
+                    means.add(sampled_metrics(mini, outputs["log_probs"], config))
         metrics = means.result()
         return metrics | {"loss": metrics.get("actor/loss", metrics.get("critic/loss", 0.0))}
 
@@ -111,11 +123,14 @@ class RLTrainer:
         job.colocation.reshard()
         metrics = job.resharder.sync(version)
         job.sampler.set_version(version)
-        return {f"reshard/{name}": float(value) for name, value in metrics.items() if name.startswith(("bytes", "seconds"))}
+        return {
+            f"reshard/{name}": float(value) for name, value in metrics.items() if name.startswith(("bytes", "seconds"))
+        }
 
     # ---- resume -----------------------------------------------------------------------------------------------
 
     def _save(self, step: int, *, is_last: bool) -> None:
+        self.job.checkpointer.poll()
         every = self.config.checkpoint.every
         if not is_last and (every == 0 or step % every):
             return
@@ -127,9 +142,7 @@ class RLTrainer:
             "kl": self.kl.state(),
             "engines": {role: values for role, (_, _, values) in states.items()},
         }
-        self.job.checkpointer.save(
-            step, {role: (m, t) for role, (m, t, _) in states.items()}, extra, rng.capture()
-        )
+        self.job.checkpointer.save(step, {role: (m, t) for role, (m, t, _) in states.items()}, extra, rng.capture())
 
     def _restore(self) -> None:
         path = self.job.resume_from

@@ -27,8 +27,8 @@ def prepare(batch: Batch, config: Config, kl_coef: float) -> tuple[Batch, dict[s
 
     Args:
         batch: the whole step (the same on every rank): response_mask, token_level_scores, rollout_log_probs,
-            old_log_probs [N], group_ids, scores [B]; as the algorithm asks, ref_log_probs, values [N],
-            baseline_scores [B].
+            group_ids, scores [B]; old_log_probs [N] if `needs_old_log_probs`; as the algorithm asks, ref_log_probs,
+            values [N], baseline_scores [B].
         config: the run's.
         kl_coef: the current coefficient.
     Returns: the batch with token_level_rewards, advantages, returns [N] (zeros outside the mask; dtype of
@@ -52,8 +52,34 @@ def prepare(batch: Batch, config: Config, kl_coef: float) -> tuple[Batch, dict[s
         token_level_rewards=rewards.to(dtype), advantages=advantages.to(dtype), returns=returns.to(dtype)
     )
     metrics |= _statistics(prepared, has_response)
+    if "old_log_probs" not in batch:
+        assert not needs_old_log_probs(config), "the batch has no old_log_probs, which this configuration needs"
+        return prepared, metrics
     prepared, correction_metrics = _correct(prepared, config)
     return prepared, metrics | correction_metrics
+
+
+def needs_old_log_probs(config: Config) -> bool:
+    """Whether the trainer must score the rollouts before it learns from them.
+
+    With one optimizer step per RL step the policy that learns is still the one that sampled: its own log-probs, taken
+    in the training pass, are the old ones, and a whole forward pass is saved. A penalty in the reward, a correction or
+    a rejection must know them before.
+    """
+    algo = config.algorithm
+    several = algo.epochs * algo.mini_batches > 1
+    return several or algo.kl_placement == "reward" or algo.correction != "none" or algo.reject != "none"
+
+
+def sampled_metrics(batch: Batch, log_probs: Tensor, config: Config) -> dict[str, float]:
+    """What `prepare` would have said of the sampling policy, had it known its log-probs: mismatch and ``kl``.
+
+    Args:
+        batch: a mini-batch that held the whole step. log_probs: [N], of the training pass.
+    """
+    mask = batch["response_mask"]
+    scored = batch.with_tokens(old_log_probs=log_probs)
+    return _correct(scored, config)[1] | _kl_metric(scored, mask, config)
 
 
 def _check(batch: Batch, config: Config, kl_coef: float) -> None:
@@ -85,13 +111,22 @@ def _rewards(batch: Batch, config: Config, kl_coef: float) -> tuple[Tensor, dict
         penalty = overlong_penalty(lengths, limit, algo.overlong_buffer_tokens, algo.overlong_penalty)
         rewards = rewards + keep(spread(penalty, batch.cu_seqlens), last_response_token(mask, batch.cu_seqlens))
         metrics["overlong_penalty_mean"] = float(penalty.sum()) / max(len(batch), 1)
-    if "ref_log_probs" in batch:
+    if "ref_log_probs" in batch and "old_log_probs" in batch:
         log_probs, ref_log_probs = batch["old_log_probs"].double(), batch["ref_log_probs"].double()
         kl = kl_estimate(log_probs, ref_log_probs, mask, algo.kl_estimator)
         metrics["kl"] = float(masked_mean(kl, mask))
         if algo.kl_placement == "reward":
             rewards = rewards - kl_coef * kl
     return rewards, metrics
+
+
+def _kl(batch: Batch, mask: Tensor, config: Config) -> Tensor:
+    log_probs, ref_log_probs = batch["old_log_probs"].double(), batch["ref_log_probs"].double()
+    return kl_estimate(log_probs, ref_log_probs, mask, config.algorithm.kl_estimator)
+
+
+def _kl_metric(batch: Batch, mask: Tensor, config: Config) -> dict[str, float]:
+    return {"kl": float(masked_mean(_kl(batch, mask, config), mask))} if "ref_log_probs" in batch else {}
 
 
 def _statistics(batch: Batch, has_response: Tensor) -> dict[str, float]:
@@ -174,7 +209,8 @@ def policy_loss(config: Config, kl_coef: float) -> LossFn:
 
     def loss_fn(outputs: Mapping[str, Tensor], batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
         mask, weights, mean = batch["response_mask"], batch["loss_weights"], batch["value_loss_weights"]
-        log_probs, old_log_probs = outputs["log_probs"], batch["old_log_probs"]
+        log_probs = outputs["log_probs"]
+        old_log_probs = batch["old_log_probs"] if "old_log_probs" in batch else log_probs.detach()
         inputs = PolicyInputs(log_probs, old_log_probs, batch["advantages"], mask, batch.cu_seqlens)
         loss, per_token = token_loss(inputs, algo)
         if "correction_weights" in batch:

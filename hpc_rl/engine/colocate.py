@@ -38,7 +38,7 @@ class HostCopy:
 
 
 def _bytes(storage: torch.UntypedStorage, n: int) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (n,))
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (n,), (1,))
 
 
 class Colocation:

@@ -1,4 +1,4 @@
-"""Two memory-bound operations as one pass over memory each: SwiGLU and rotary embedding. Triton on CUDA, torch elsewhere."""
+"""Two memory-bound operations in one pass over memory each: SwiGLU and rotary embedding. Triton on CUDA, else torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ except ImportError:  # a CPU build of torch brings no Triton
 def swiglu(x: Tensor) -> Tensor:
     """silu(gate) * up of x = [gate | up] in its last dim: [..., 2 f] -> [..., f], computed in float32."""
     if x.is_cuda and triton is not None:
-        return _SwiGLU.apply(x)  # type: ignore[no-any-return]
+        return _SwiGLU.apply(x)
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate) * up
 
@@ -26,7 +26,7 @@ def swiglu(x: Tensor) -> Tensor:
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding, halves paired: x [t, heads, d]; cos, sin [t, d / 2] float32. Returns x's dtype."""
     if x.is_cuda and triton is not None:
-        return _Rotate.apply(x, cos, sin)  # type: ignore[no-any-return]
+        return _Rotate.apply(x, cos, sin)
     a, b = x.float().chunk(2, dim=-1)
     c, s = cos[:, None], sin[:, None]
     return torch.cat([a * c - b * s, b * c + a * s], dim=-1).to(x.dtype)

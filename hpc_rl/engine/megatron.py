@@ -76,8 +76,6 @@ class MegatronEngine:
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         """Outputs for the response tokens of ``batch``, 0 elsewhere: name -> float32 [N] on the CPU of every rank."""
-        names = self.module.output_names
-        merged = torch.zeros(len(names), batch.num_tokens, device=self.parallel.device)
         shares = self._micro_batches(batch)
 
         def step(it: Iterator[tuple[Batch, Packed]], model: Any) -> tuple[Tensor, Callable[..., Tensor]]:
@@ -86,26 +84,23 @@ class MegatronEngine:
 
         with torch.no_grad(), cuda_as_cpu():
             outputs = self._schedule(step, batch, shares, forward_only=True)
-        if self.parallel.owns_outputs:
-            for indices, output in zip(shares, outputs, strict=True):
-                if indices:
-                    merged[:, _token_index(batch, indices).to(merged.device)] = output
-        merge(merged)
-        return dict(zip(names, merged.cpu(), strict=True))
+        return self._whole(batch, shares, outputs)
 
-    def train_batch(self, batch: Batch, loss_fn: LossFn) -> dict[str, float]:
+    def train_batch(self, batch: Batch, loss_fn: LossFn, outputs: dict[str, Tensor] | None = None) -> dict[str, float]:
         """One optimizer step on ``batch``; see TrainEngine."""
         assert self.optimizer is not None, f"{self.role} is frozen"
         assert isinstance(self._model, DistributedDataParallel)
         shares, sums = self._micro_batches(batch), []
-        names = self.module.output_names
+        names, seen = self.module.output_names, []
 
         def step(it: Iterator[tuple[Batch, Packed]], model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
             micro, packed = next(it)
 
             def loss(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-                outputs = dict(zip(names, output[:, : packed.num_tokens], strict=True))
-                total, metrics = loss_fn(outputs, micro) if len(micro) else (output.sum() * 0.0, {})
+                if outputs is not None:
+                    seen.append(output[:, : packed.num_tokens].detach())
+                by_name = dict(zip(names, output[:, : packed.num_tokens], strict=True))
+                total, metrics = loss_fn(by_name, micro) if len(micro) else (output.sum() * 0.0, {})
                 sums.append({"loss": total.detach(), **{k: v.detach() for k, v in metrics.items()}})
                 return total, torch.ones((), dtype=torch.int, device=output.device), {}
 
@@ -120,7 +115,19 @@ class MegatronEngine:
             self._check_finite(metrics["loss"], norm, batch, shares, sums)
             lr = self.optimizer.lr
             self.optimizer.step(norm)
+        if outputs is not None:
+            outputs |= self._whole(batch, shares, seen)
         return {**metrics, "grad_norm": norm, "lr": lr}
+
+    def _whole(self, batch: Batch, shares: Sequence[Sequence[int]], outputs: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Outputs of this rank's micro-batches -> those of all, name -> float32 [N] on the CPU of every rank."""
+        names = self.module.output_names
+        merged = torch.zeros(len(names), batch.num_tokens, device=self.parallel.device)
+        if self.parallel.owns_outputs:
+            for indices, output in zip(shares, outputs, strict=True):
+                if indices:
+                    merged[:, _token_index(batch, indices).to(merged.device)] = output
+        return dict(zip(names, merge(merged).cpu(), strict=True))
 
     def _micro_batches(self, batch: Batch) -> list[list[int]]:
         """This DP rank's micro-batches (sequence indices); every rank computes the same plan, of equal counts."""
@@ -233,10 +240,7 @@ def _finalize_gradients(model: list[Any], num_tokens: Tensor | None = None, **kw
     finalize_model_grads(model, None, **kwargs)
 
 
-
 def _token_index(batch: Batch, indices: Sequence[int]) -> Tensor:
     """Positions of all tokens of the given sequences, in that order."""
     starts, ends = batch.cu_seqlens[:-1].tolist(), batch.cu_seqlens[1:].tolist()
     return torch.cat([torch.arange(starts[i], ends[i]) for i in indices])
-
-

@@ -14,6 +14,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
 from hpc_rl.config import OptimizerConfig
+from hpc_rl.parallel.megatron_cpu import cuda_as_cpu
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,9 @@ class Shard:
 class DistributedAdamW:
     """AdamW with states sharded over DP. Weight decay spares norms and biases (parameters of one dim)."""
 
-    def __init__(self, model: DistributedDataParallel, config: OptimizerConfig, dtype: torch.dtype, total_steps: int) -> None:
+    def __init__(
+        self, model: DistributedDataParallel, config: OptimizerConfig, dtype: torch.dtype, total_steps: int
+    ) -> None:
         self.optimizer = get_megatron_optimizer(
             MegatronOptimizerConfig(
                 optimizer="adam",
@@ -101,9 +104,10 @@ class DistributedAdamW:
 
     def step(self, norm: float) -> None:
         """Clips by ``norm``, updates this rank's shards and gathers the parameters over DP."""
-        if self.clip_grad > 0:
-            clip_grad_by_total_norm_fp32(self._sharded.get_parameters(), self.clip_grad, norm)
-        self.optimizer.step_with_ready_grads()
+        with cuda_as_cpu():
+            if self.clip_grad > 0:
+                clip_grad_by_total_norm_fp32(self._sharded.get_parameters(), self.clip_grad, norm)
+            self.optimizer.step_with_ready_grads()
         self.schedule.step(1)
 
     def reload_from_parameters(self) -> None:
@@ -113,7 +117,10 @@ class DistributedAdamW:
     def shards(self) -> Iterator[Shard]:
         """This rank's shards, in Megatron's order."""
         opt = self._sharded
-        pairs = [(opt.model_fp32_groups, opt.shard_fp32_groups), (opt.model_float16_groups, opt.shard_fp32_from_float16_groups)]
+        pairs = [
+            (opt.model_fp32_groups, opt.shard_fp32_groups),
+            (opt.model_float16_groups, opt.shard_fp32_from_float16_groups),
+        ]
         for model_groups, main_groups in pairs:
             for params, mains in zip(model_groups, main_groups, strict=True):
                 for param, main in zip(params, mains, strict=True):

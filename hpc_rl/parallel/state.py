@@ -25,6 +25,7 @@ class ParallelState:
     pp_rank: int
     dp_rank: int
     tp_group: dist.ProcessGroup
+    node_size: int = 8  # ranks on a node
 
     @property
     def is_first_stage(self) -> bool:
@@ -40,7 +41,7 @@ class ParallelState:
         return self.is_last_stage and self.tp_rank == 0
 
 
-def initialize(config: Config, device: torch.device) -> ParallelState:
+def initialize(config: Config, device: torch.device, node_size: int = 8) -> ParallelState:
     """Joins the job (env:// rendezvous, RANK etc. already set) and builds Megatron's groups.
 
     Every rank calls it once, before any model is built. Raises UserError if the world does not fit the config.
@@ -71,6 +72,7 @@ def initialize(config: Config, device: torch.device) -> ParallelState:
         pp_rank=mpu.get_pipeline_model_parallel_rank(),
         dp_rank=mpu.get_data_parallel_rank(),
         tp_group=mpu.get_tensor_model_parallel_group(),
+        node_size=node_size,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -37,10 +38,6 @@ class _Flight:
         where = dist.get_global_rank(group, peer) if group is not None else peer
         self.ops.append(dist.P2POp(dist.isend if outgoing else dist.irecv, tensor, where, group))
         self.labels.append(f"{label} {'to' if outgoing else 'from'} rank {peer}")
-
-    def start(self) -> None:
-        if self.ops:
-            self.works = dist.batch_isend_irecv(self.ops)
 
 
 class Exchange:
@@ -82,7 +79,7 @@ class Exchange:
         for peer, links in receives:
             out.append((peer, torch.empty(len(links), dtype=torch.int64, device=device)))
             flight.add(False, out[-1][1], peer, self._group, "digests")
-        flight.start()
+        self._start(flight)
         self._wait(flight)
         return [(peer, values.cpu()) for peer, values in out]
 
@@ -109,7 +106,7 @@ class Exchange:
         for peer, number in Counter(slot.peer for slot in r.receives).items():
             incoming[peer] = torch.empty(number, dtype=torch.int64, device=r.receives[0].flat.device)
             flight.add(False, incoming[peer], peer, self._group, "header")
-        flight.start()
+        self._start(flight)
         return flight, encoded, incoming
 
     def _post(
@@ -139,7 +136,7 @@ class Exchange:
                 delta = torch.empty(size, dtype=torch.uint8, device=slot.flat.device)
             self._add(flight, False, slot, slot.flat if count == DENSE else delta, stats)
             landing.append((slot, count, delta))
-        flight.start()
+        self._start(flight)
         return flight, landing
 
     def _add(self, flight: _Flight, outgoing: bool, slot: Slot, data: Tensor | None, stats: Counter[str]) -> None:
@@ -161,6 +158,12 @@ class Exchange:
                 decode(delta, count, slot.flat)
                 slot.unpack()
 
+    def _start(self, flight: _Flight) -> None:
+        try:
+            flight.works = dist.batch_isend_irecv(flight.ops) if flight.ops else []
+        except Exception as error:
+            raise RunError(f"one of {', '.join(flight.labels[:8])} could not start: {one_line(error)}") from error
+
     def _wait(self, flight: _Flight) -> None:
         deadline = time.monotonic() + self._timeout_s
         labels = [", ".join(flight.labels[:3])] if self._nccl else flight.labels  # NCCL makes one work of them all
@@ -171,10 +174,15 @@ class Exchange:
                 else:
                     work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
             except Exception as error:
-                text = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-                raise RunError(f"{label} failed (time-out {self._timeout_s:g} s): {text}") from error
+                raise RunError(f"{label} failed (time-out {self._timeout_s:g} s): {one_line(error)}") from error
         if self._nccl and flight.works:
             self.await_stream(labels[0])
+
+
+def one_line(error: Exception) -> str:
+    """What an exception says, in one line without the place in torch's source."""
+    text = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return re.sub(r"^\[[^\]]*\] ", "", text)[:200]
 
 
 def _encode(slot: Slot, snapshot: Snapshot | None, changed: Mapping[str, Tensor] | None) -> tuple[int, Tensor | None]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from hpc_rl.errors import RunError, UserError
 from hpc_rl.reshard.agreement import Agreement
 from hpc_rl.reshard.digest import digests, same_bits
-from hpc_rl.reshard.exchange import Exchange
+from hpc_rl.reshard.exchange import Exchange, one_line
 from hpc_rl.reshard.incremental import Snapshot
 from hpc_rl.reshard.messages import local_copies, share_bytes
 from hpc_rl.reshard.plan import Link, RankPlan
@@ -197,9 +197,7 @@ class Resharder:
             yield
         except Exception as error:
             self.version = None
-            text = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            if not isinstance(error, RunError):
-                text = f"{type(error).__name__}: {text}"
+            text = one_line(error) if isinstance(error, RunError) else f"{type(error).__name__}: {one_line(error)}"
             self._agreement.fail_next(f"rank {self.plan.rank}: {what}: {text}")
 
     def _synchronize(self) -> None:

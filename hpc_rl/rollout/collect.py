@@ -37,20 +37,10 @@ def collect(
     missing = [r for r in requests if (r.group_id, r.sample_id) not in kept]
     gen_tp = config.rollout.tp or config.parallel.tp
     replica, place = replica_of(rank(), gen_tp)
-    samples = sampler.generate(assign(missing, replica, world_size() // gen_tp))
-    scores: list[float] = []
-    error: BaseException | None = None
-    if place == 0:
-        try:
-            scores = reward.score(samples)
-            if config.checkpoint.rollouts:
-                with RolloutWriter(config.run.dir, step, rank(), rollout_key(config)) as writer:
-                    for sample, score in zip(samples, scores, strict=True):
-                        writer.append(sample, score)
-        except Exception as caught:  # the other ranks wait in `agree` to hear of it
-            error = caught
-    agree(error)
-    parts = gather_objects(samples_to_batch(samples, scores) if place == 0 else None)
+    judge = Judge(reward, config, step) if place == 0 else None
+    samples = sampler.generate(assign(missing, replica, world_size() // gen_tp), judge)
+    agree(judge.close() if judge else None)
+    parts = gather_objects(samples_to_batch(samples, judge.scores_of(samples)) if judge else None)
     batches = [part for part in parts if part is not None]
     if kept:
         batches.append(samples_to_batch([s for s, _ in kept.values()], [score for _, score in kept.values()]))
@@ -58,6 +48,43 @@ def collect(
     assert len(batch) == len(requests), f"{len(requests)} samples were asked for, {len(batch)} are there"
     batch = batch.with_tokens(token_level_scores=_token_level_scores(batch))
     return batch, {"reward_errors": float(sum(gather_objects(reward.num_errors))), "reused_samples": float(len(kept))}
+
+
+class Judge:
+    """Scores each sample as it ends and appends it to the journal, while others are still being generated.
+
+    A failing reward must not leave the other ranks of the replica alone in a collective: it is kept, generation goes
+    on, and `close` returns it.
+    """
+
+    def __init__(self, reward: RewardFunction, config: Config, step: int) -> None:
+        self._reward = reward
+        self._writer = (
+            RolloutWriter(config.run.dir, step, rank(), rollout_key(config)) if config.checkpoint.rollouts else None
+        )
+        self._scores: dict[tuple[int, int], float] = {}
+        self._error: BaseException | None = None
+
+    def __call__(self, sample: Sample) -> None:
+        if self._error is not None:
+            return
+        try:
+            (score,) = self._reward.score([sample])
+            self._scores[sample.request.group_id, sample.request.sample_id] = score
+            if self._writer is not None:
+                self._writer.append(sample, score)
+        except Exception as error:
+            self._error = error
+
+    def scores_of(self, samples: Sequence[Sample]) -> list[float]:
+        """The scores, in the order of ``samples``."""
+        return [self._scores[s.request.group_id, s.request.sample_id] for s in samples]
+
+    def close(self) -> BaseException | None:
+        """Ends the journal; returns the first error."""
+        if self._writer is not None:
+            self._writer.close()
+        return self._error
 
 
 def step_requests(prompts: Sequence[Prompt], samples_per_prompt: int, run_seed: int, step: int) -> list[Request]:

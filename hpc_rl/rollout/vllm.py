@@ -90,7 +90,7 @@ class VLLMEngine:
         )
         job = _shared_name()
         with GUARD.start():
-            self._core = compat.build_core(values, job)
+            self._core = compat.build_core(values, device, job)
             if config.top_p < 1 or config.top_k > 0:
                 compat.report_untruncated_log_probs(self._core)
             self._map, self._local = live_shard_map(compat.live_model(self._core))

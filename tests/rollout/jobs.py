@@ -22,6 +22,7 @@ from tests.rollout.models import EOS, VOCAB_SIZE, character_tokenizer
 LIMIT = 24
 MAX_MODEL_LEN = 128
 TEMPERATURE = 0.7
+STOP = ["zzzz", *(chr(c) + chr(d) for c in range(65, 71) for d in range(33, 127))]  # A to F and any character
 LENGTHS = (5, 12, 40, 70, 70, 33)  # of prompts; blocks of the KV cache have 32 tokens
 
 
@@ -70,9 +71,7 @@ def everything(model_dirs: dict[str, str], weights: dict[str, list[dict[str, Ten
             mine = assign(requests(), engine.replica, engine.num_replicas)
             result["greedy", version] = engine.generate(mine, temperature=0)
             result["sampled", version] = engine.generate(mine)
-        result["padding_is_zero"] = all(
-            float(local[name][-1].abs().sum()) == 0.0 for name in shard_map.padding
-        )
+        result["padding_is_zero"] = all(float(local[name][-1].abs().sum()) == 0.0 for name in shard_map.padding)
         engine.close()
     total = torch.ones(1)
     dist.all_reduce(total)  # the trainer's group outlives the engines
@@ -155,7 +154,7 @@ def sampling(model_dir: str, weights: dict[str, Tensor]) -> dict[str, Any]:
     out: dict[str, Any] = {"tokenizer": tokenizer}
     settings: dict[str, dict[str, Any]] = {
         "plain": {}, "top_p": {"top_p": 0.6}, "top_k": {"top_k": 3}, "few": {"max_num_seqs": 2},
-        "stop": {"stop": ["zzzz", *(chr(c) + chr(d) for c in range(65, 91) for d in range(33, 127))]},
+        "stop": {"stop": STOP},
     }  # fmt: skip
     for name, changes in settings.items():
         engine = make_engine(model_dir, 1, tokenizer, **changes)

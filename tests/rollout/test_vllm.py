@@ -57,21 +57,29 @@ def runs(model_dirs: Any, weights: Any) -> dict[tuple[int, int], list[Any]]:
     }
 
 
+@pytest.fixture(scope="module")
+def hf_greedy(hf: dict[str, list[Any]]) -> dict[tuple[str, int], list[tuple[int, ...]]]:
+    """(kind, version) -> the continuation of each prompt."""
+    return {
+        (kind, version): [greedy(model, p.input_ids, jobs.LIMIT) for p in jobs.prompts()]
+        for kind, versions in hf.items()
+        for version, model in enumerate(versions)
+    }
+
+
 def _kinds(tp: int) -> list[str]:
-    # 64 / 4 columns of an expert are fewer than vLLM's CPU kernels take
-    return [kind for kind in KINDS if tp < 4 or kind != "qwen3_moe"]
+    return [*KINDS] if tp < 4 else ["qwen2_tied"]  # 4 ranks are slow on 2 cores
 
 
 CASES = [(layout, kind) for layout in LAYOUTS for kind in _kinds(layout[1])]
 
 
 @pytest.mark.parametrize(("layout", "kind"), CASES)
-def test_greedy_equals_hf_before_and_after_an_update(runs: Any, hf: Any, layout: Any, kind: str) -> None:
+def test_greedy_equals_hf_before_and_after_an_update(runs: Any, hf_greedy: Any, layout: Any, kind: str) -> None:
     for version in (0, 1):
         samples = _all_samples(runs[layout], layout, kind, ("greedy", version))
         assert [s.request.group_id for s in samples] == list(range(len(jobs.LENGTHS)))
-        for s in samples:
-            expected = greedy(hf[kind][version], s.request.prompt.input_ids, jobs.LIMIT)
+        for s, expected in zip(samples, hf_greedy[kind, version], strict=True):
             assert s.response_ids == expected
             assert s.finished == (expected[-1] == EOS)
             assert s.version == version
@@ -199,27 +207,24 @@ def test_order_and_tokens_with_few_sequences_at_once(sampling: Any) -> None:
 
 
 def test_stop_strings_end_a_response_at_their_last_token(sampling: Any) -> None:
-    stops = [chr(c) + chr(d) for c in range(65, 91) for d in range(33, 127)]
-    stopped = 0
+    tokenizer, stopped = character_tokenizer(), 0
     for cut, whole in zip(sampling["stop"], sampling["plain"], strict=True):
-        first = next((n for n in range(1, len(whole.response_ids) + 1) if _ends(whole.response_ids[:n], stops)), None)
+        texts = [tokenizer.decode(whole.response_ids[:n]) for n in range(1, len(whole.response_ids) + 1)]
+        first = next((n for n, text in enumerate(texts, 1) if any(stop in text for stop in jobs.STOP)), None)
         assert cut.response_ids == whole.response_ids[:first]
         assert cut.finished == (whole.finished or first is not None)
-        assert cut.log_probs == whole.log_probs[: len(cut.log_probs)]
+        assert cut.log_probs == pytest.approx(whole.log_probs[: len(cut.log_probs)], abs=1e-4)
         stopped += first is not None
     assert 0 < stopped < len(sampling["plain"])
 
 
-def _ends(ids: tuple[int, ...], stops: list[str]) -> bool:
-    return "".join(chr(i + 27) for i in ids[-2:] if i >= 5) in stops if all(i >= 5 for i in ids[-2:]) else False
-
-
-def test_texts_hold_no_special_tokens(sampling: Any) -> None:
-    tokenizer = character_tokenizer()
+def test_texts_are_the_sampled_ids_without_special_tokens(sampling: Any) -> None:
     for s in sampling["plain"]:
-        assert s.text == "".join(chr(i + 27) for i in s.response_ids if i >= 5 or i == 4 and False) or "<x>" in s.text
-        assert tokenizer.eos_token not in s.text
+        assert s.text == "".join(
+            {EOS: "", 4: "<x>", 2: "<bos>", 1: "", 0: ""}.get(i, chr(i + 27)) for i in s.response_ids
+        )
     assert any(s.response_ids[-1] == EOS for s in sampling["plain"])
+    assert all(EOS not in s.response_ids[:-1] for s in sampling["plain"])
 
 
 def test_settings_that_cannot_work_are_refused(root: Path, model_dirs: Any, monkeypatch: Any) -> None:

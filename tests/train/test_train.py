@@ -33,9 +33,7 @@ def test_equal_curves_at_any_layout(one_rank: list[dict[str, float]], world_size
                 assert got[name] == pytest.approx(expected[name], rel=2e-4, abs=2e-5), f"{name} at step {step + 1}"
 
 
-@pytest.mark.parametrize(
-    ("world_size", "parallel"), [(1, {}), (2, {"parallel__tp": 2})], ids=["one", "tp2"]
-)
+@pytest.mark.parametrize(("world_size", "parallel"), [(1, {}), (2, {"parallel__tp": 2})], ids=["one", "tp2"])
 def test_sampler_and_trainer_agree_before_and_after_an_update(world_size: int, parallel: dict) -> None:
     for before, after in run_ranks(world_size, mismatch, quickstart(rollout__temperature=0.7, **parallel)):
         assert before < 1e-4
@@ -49,3 +47,23 @@ def test_a_missed_sync_shows() -> None:
 
 def test_every_rank_holds_the_same_batch() -> None:
     assert all(run_ranks(2, same_batch_everywhere, quickstart()))
+
+
+GRPO = {
+    "algorithm__name": "grpo",
+    "algorithm__kl_placement": "loss",
+    "algorithm__kl_estimator": "k3",
+    "algorithm__mini_batches": 1,
+    "algorithm__clip_dual": "null",
+}
+
+
+def test_one_step_per_rollout_needs_no_scoring_pass() -> None:
+    """GRPO on the training pass's own log-probs is GRPO on those of a pass before."""
+    ((fused,), (scored,)) = (
+        run_ranks(1, train, quickstart(**GRPO, **extra), 3)
+        for extra in ({}, {"algorithm__correction": "tis-token", "algorithm__correction_high": 1e6})
+    )
+    for step, (a, b) in enumerate(zip(fused, scored, strict=True)):
+        for name in ("loss", "reward_mean", "kl", "actor/grad_norm", "mismatch/abs_max"):
+            assert a[name] == pytest.approx(b[name], rel=1e-3, abs=2e-5), f"{name} at step {step + 1}"
