@@ -110,7 +110,7 @@ class SparseFile(io.RawIOBase):
         """What was written, as few (offset, bytes) as possible."""
         spans: list[list[int]] = []
         for begin, end in sorted((begin, begin + len(chunk)) for begin, chunk in self.segments):
-            if spans and begin <= spans[-1][1]:
+            if spans and begin <= spans[-1][1] + 4096:  # one write rather than two, zeros between
                 spans[-1][1] = max(spans[-1][1], end)
             else:
                 spans.append([begin, end])
