@@ -136,39 +136,45 @@ class Checkpointer:
         self._report(next(filter(None, errors), None), "stop")
 
     def latest(self) -> Path | None:
-        """The newest whole checkpoint, by its step; a damaged one is passed over with a warning that says why."""
+        """The newest checkpoint with all its files, by its step; None if there is none at all.
+
+        A damaged one is passed over with a warning that says why.
+        Raises: UserError when there are some, but none is whole: that is no reason to start afresh.
+        """
         return self._newest(None)
 
     def load_newest(
         self, components: Components, verify: bool = True
     ) -> tuple[Path, dict[str, Any], dict[str, Any] | None] | None:
-        """Loads the newest checkpoint whose every byte is as saved; see `load`. None if there is none at all.
-
-        Raises: UserError when there are checkpoints, but none is whole, or one does not fit the run.
-        """
-        path, damage = self._newest(None), None
+        """Loads the newest checkpoint whose every wanted byte is as saved; see `latest` and `load`."""
+        path = self._newest(None)
         while path is not None:
             try:
                 return path, *self.load(path, components, verify)
             except DamagedCheckpoint as error:
                 logger.warning("skipped a damaged checkpoint: %s", error)
-                path, damage = self._newest(path), error
-        if damage is not None:
-            raise damage
+                path = self._newest(path)
         return None
 
     def _newest(self, before: Path | None) -> Path | None:
         """The newest checkpoint older than ``before`` with all its files. Rank 0 looks, for all."""
-        found = None
+        found: Path | UserError | None = None
         candidates = [path for _, path in manifest.complete(self.root)] if self.rank == FINISHER else []
         for path in reversed(candidates[: candidates.index(before)] if before in candidates else candidates):
             try:
                 manifest.check(path)
                 found = path
                 break
-            except DamagedCheckpoint as error:
+            except UserError as error:
+                found = error
+                if not isinstance(error, DamagedCheckpoint):
+                    break
                 logger.warning("skipped a damaged checkpoint: %s", error)
-        answer: Path | None = self._gather(found)[FINISHER]
+        answer = self._gather(found)[FINISHER]
+        if isinstance(answer, UserError):
+            raise answer
+        if answer is None and before is not None:
+            raise UserError(f"{self.root}: no checkpoint there is whole: remove them to start afresh")
         return answer
 
     def load(
@@ -257,17 +263,17 @@ class Checkpointer:
             return True, None
         serial, spool = self._writing[0][0], self._spool
         states = self._gather(spool.outcome(serial, block and self.rank != FINISHER))
-        failed = any(error for _, error in states)
-        if failed:
+        error = first_error(states)
+        if error:
             self.fence()
             if self.rank == FINISHER:
                 spool.filled(serial, -1)  # its writer may be waiting for a shard that will never come
-        if block or failed:
+        if block or error:
             states = self._gather(spool.outcome(serial, block=True))
         ended = all(done for done, _ in states)
         if ended:
             self._writing.pop(0)
-        return ended, next((f"rank {r}: {e}" for r, (_, e) in enumerate(states) if e), None)
+        return ended, error or first_error(states)
 
     def _report(self, error: str | None, on_error: str) -> None:
         if error and on_error == "stop":
@@ -287,3 +293,8 @@ class Checkpointer:
 def layout_digest(held: Holding) -> str:
     """Digest of what a rank holds."""
     return digest(repr((sorted(held.specs.items()), sorted(held.boxes.items()))).encode()).hex()
+
+
+def first_error(states: list[tuple[bool, str | None]]) -> str | None:
+    """The first of all ranks' errors, with its rank."""
+    return next((f"rank {rank}: {error}" for rank, (_, error) in enumerate(states) if error), None)

@@ -59,9 +59,9 @@ def prepare(template: Path, before: list[int]) -> None:
 
 @pytest.mark.parametrize(("before", "killed", "allowed"), CASES, ids=lambda value: getattr(value, "__name__", ""))
 def test_sigkill_at_every_operation(
-    tmp_path: Path, before: list[int], killed: Callable[[Path, Files], None], allowed: set[int | None]
+    fast_dir: Path, before: list[int], killed: Callable[[Path, Files], None], allowed: set[int | None]
 ) -> None:
-    template, run_dir = tmp_path / "template", tmp_path / "run"
+    template, run_dir = fast_dir / "template", fast_dir / "run"
     template.mkdir()
     prepare(template, before)
     shutil.copytree(template, run_dir)
@@ -84,8 +84,8 @@ def test_sigkill_at_every_operation(
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO], ids=errno.errorcode.get)
-def test_an_error_at_every_operation_loses_nothing_and_prunes_nothing(tmp_path: Path, code: int) -> None:
-    template, run_dir = tmp_path / "template", tmp_path / "run"
+def test_an_error_at_every_operation_loses_nothing_and_prunes_nothing(fast_dir: Path, code: int) -> None:
+    template, run_dir = fast_dir / "template", fast_dir / "run"
     template.mkdir()
     prepare(template, [1])
     shutil.copytree(template, run_dir)
