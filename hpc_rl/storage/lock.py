@@ -1,4 +1,4 @@
-"""One job per run directory. No clock is compared: a lock is stale when its owner is seen to be gone, or not to move."""
+"""One job per run directory. No clock is compared: a lock is stale when its owner is gone, or its counter stands still."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ class RunLock:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
-            raise UserError(f"{self.path}: cannot be written ({error.strerror}): set run.dir to a writable one") from error
+            raise UserError(
+                f"{self.path}: cannot be written ({error.strerror}): set run.dir to a writable one"
+            ) from error
         try:
             self._take(job_id)
         except BaseException:
@@ -82,7 +84,9 @@ class RunLock:
         if other and other.get("boot") != self.owner["boot"] and (job_id is None or other.get("job_id") != job_id):
             time.sleep(self.beat_s)  # two jobs may have found the same stale lock: the last to write has it
             if self._read().get("nonce") != self.owner["nonce"]:
-                raise UserError(f"{self.path.parent}: in use by {describe(self._read())}: end that job, or set another run.dir")
+                raise UserError(
+                    f"{self.path.parent}: in use by {describe(self._read())}: end that job, or set another run.dir"
+                )
 
     def _look(self) -> bool:
         """Whether the owner's counter moves."""

@@ -82,7 +82,8 @@ def save(run_dir: Path, step: int, files: Files, keep_last: int = 2, serial: int
         finish = Finish({"step": step}, {}, keep_last, 0, None, 0, 5.0)
         job = Job(
             serial=serial, step=step, rank=rank, partial=root / partial_name(step, f"pid{os.getpid()}", serial),
-            final=root / manifest.complete_name(step), file=f"shards/rank_{rank:05d}.h5", members=(whole.members[rank],),
+            final=root / manifest.complete_name(step), file=f"shards/rank_{rank:05d}.h5",
+            members=(whole.members[rank],),
             alignment_bytes=1 << 20, direct=True, stage=None, files=files, finish=finish if rank == 0 else None,
         )  # fmt: skip
         errors.append(run_writer(job, whole, states[rank]))

@@ -175,7 +175,9 @@ def test_a_full_disk_keeps_the_old_checkpoint_and_stops_or_goes_on_by_policy(tmp
             with pytest.raises(RunError, match=r"could not be written: rank 0: OSError: .*(No space left|too large)"):
                 one.save(2, big, {})
             assert_loads(one, 1)
-            assert [p.name for p in (run_dir / "checkpoints").iterdir()] == ["checkpoint_1_complete"], "its room is free"
+            assert [p.name for p in (run_dir / "checkpoints").iterdir()] == ["checkpoint_1_complete"], (
+                "its room is free"
+            )
         with checkpointer(run_dir, on_error="continue", keep_last=1) as one:
             one.save(2, big, {})
             one.save(3, state(3), {})

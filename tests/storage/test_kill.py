@@ -1,4 +1,4 @@
-"""A save killed, or failing, at every one of its operations: a whole checkpoint is always there, and the next save works."""
+"""A save killed, or failing, at any of its operations: a whole checkpoint is always there, and the next save works."""
 
 from __future__ import annotations
 

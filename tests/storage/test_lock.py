@@ -86,7 +86,9 @@ def test_of_another_host_it_is_held_while_its_counter_moves(tmp_path: Path) -> N
 
 
 def test_a_requeued_job_takes_its_own_lock_at_once(tmp_path: Path) -> None:
-    foreign(tmp_path, boot=lock.boot_id(), host=socket.gethostname(), pid=os.getpid(), started=lock.started(os.getpid()))
+    foreign(
+        tmp_path, boot=lock.boot_id(), host=socket.gethostname(), pid=os.getpid(), started=lock.started(os.getpid())
+    )
     before = time.monotonic()
     RunLock(tmp_path, job_id="8").release()
     assert time.monotonic() - before < 5
