@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -124,11 +123,12 @@ def write_checkpoint(out: Path, role: str, tensors: dict[str, Tensor], folder: P
     (out / "model").mkdir(parents=True)
     shutil.copyfile(folder / "config.json", out / "model" / "config.json")
     copy_tokenizer(folder, out / "model")
-    checkpointer = Checkpointer(out, replace(CheckpointConfig(), asynchronous=False))
+    checkpointer = Checkpointer(out, CheckpointConfig())
     try:
         checkpointer.save(
             0, {role: (whole_map(tensors, "param/"), tensors)}, {"step": 0, "converted_from": str(folder)}
         )
+        checkpointer.wait()
         path = checkpointer.latest()
     finally:
         checkpointer.close()

@@ -1,4 +1,4 @@
-"""One job per run directory. No clock is compared: a lock is stale when its owner is gone, or its counter stands still."""
+"""One job per run directory. No clock is compared: a lock is stale when its owner is gone, or its counter stands."""
 
 from __future__ import annotations
 

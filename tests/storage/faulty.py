@@ -16,10 +16,11 @@ import torch
 
 from hpc_rl.config import CheckpointConfig
 from hpc_rl.storage import manifest
-from hpc_rl.storage.checkpoint import Checkpointer, layout_digest
+from hpc_rl.storage.checkpoint import Checkpointer
 from hpc_rl.storage.files import Files
 from hpc_rl.storage.finish import Finish, Whole, partial_name
 from hpc_rl.storage.host_copy import Sources, fill
+from hpc_rl.storage.loading import layout_digest
 from hpc_rl.storage.plan import holding, plan
 from hpc_rl.storage.shards import Member
 from hpc_rl.storage.spool import HostBuffer
