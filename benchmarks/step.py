@@ -54,18 +54,8 @@ def bench_config(
     scratch: Path, prompts: int, samples: int, prompt_len: int, response_len: int, cuda: bool, **overrides: Any
 ) -> Config:
     """The benchmark's configuration, with a word-level tokenizer and random prompts in ``scratch``."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = {"<pad>": 0, "<eos>": 1} | {f"t{i}": i for i in range(2, VOCAB)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
-    fast.save_pretrained(scratch / "tokenizer")
-    with (scratch / "prompts.jsonl").open("w") as file:
-        for i in range(prompts * 8):
-            text = " ".join(f"t{(i * 7 + j) % 30000 + 2}" for j in range(prompt_len))
-            file.write(json.dumps({"prompt_id": i, "text": text}) + "\n")
+    if not (scratch / "prompts.jsonl").exists():
+        _write_inputs(scratch, prompts, prompt_len)
     values: dict[str, Any] = {
         "run.dir": scratch / "run",
         "model.tokenizer": scratch / "tokenizer",
@@ -86,6 +76,21 @@ def bench_config(
             "rollout.kv_cache_bytes": 1 << 26,
         }
     return load_config(CONFIG, [f"{k}={v}" for k, v in (values | overrides).items()])
+
+
+def _write_inputs(scratch: Path, prompts: int, prompt_len: int) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"<pad>": 0, "<eos>": 1} | {f"t{i}": i for i in range(2, VOCAB)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+    fast.save_pretrained(scratch / "tokenizer")
+    with (scratch / "prompts.jsonl").open("w") as file:
+        for i in range(prompts * 8):
+            text = " ".join(f"t{(i * 7 + j) % 30000 + 2}" for j in range(prompt_len))
+            file.write(json.dumps({"prompt_id": i, "text": text}) + "\n")
 
 
 def seconds_of(work: Callable[[], Any], repeats: int = 3) -> float:
@@ -114,7 +119,6 @@ def measure_ceilings(device: torch.device) -> dict[str, float]:
     other = torch.empty_like(big)
     matmul = seconds_of(lambda: [a @ b for _ in range(10)]) / 10
     copy = seconds_of(lambda: [other.copy_(big) for _ in range(5)]) / 5
-    del a, b, other
     return {"matmul_tflops": 2 * n**3 / matmul / 1e12, "copy_gb_per_s": 2 * big.numel() * 4 / copy / 1e9}
 
 
@@ -167,7 +171,7 @@ def train_bars(trainer: RLTrainer, ceilings: dict[str, float], quick: bool) -> l
 
 def generation_bars(trainer: RLTrainer, counts: tuple[int, ...], response_len: int, cuda: bool) -> list[dict[str, Any]]:
     """Sampled tokens per second at several batch sizes, all responses running to their limit."""
-    job, config = trainer.job, trainer.config
+    job = trainer.job
     job.colocation.reshard()
     job.colocation.generate()
     out = []

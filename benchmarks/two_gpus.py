@@ -42,6 +42,7 @@ def run(quick: bool = False) -> dict[str, Any]:
         )
     rows: list[Figures] = []
     with tempfile.TemporaryDirectory() as scratch:
+        _config(Path(scratch), "one")  # the inputs, once for all scenarios
 
         def scenario(name: str, *args: str, nproc: int = 2) -> Figures:
             out = Path(scratch) / "figures.json"
@@ -90,7 +91,10 @@ def _bars(train: Mapping[str, Figures], reshard: Mapping[tuple[str, int], Figure
 def _config(scratch: Path, layout: str, **values: Any) -> Any:
     from benchmarks.step import bench_config
 
-    return bench_config(scratch, 64, 8, 128, 256, True, **{**LAYOUTS[layout], "launch.timeout_s": 120, **values})
+    sizes = (64, 8, 128, 256) if torch.cuda.is_available() else (16, 2, 16, 16)
+    return bench_config(
+        scratch, *sizes, torch.cuda.is_available(), **{**LAYOUTS[layout], "launch.timeout_s": 120, **values}
+    )
 
 
 def train(scratch: Path, layout: str) -> Figures:
@@ -123,7 +127,7 @@ def reshard(scratch: Path, layout: str, gen_tp: str) -> Figures:
     config = _config(scratch, layout, **EAGER, **{"rollout.tp": int(gen_tp)})
     parallel = join(config)
     actor, sampler = build_engine("actor", config, parallel), build_sampler(config, parallel)
-    figures: Figures = {"p2p_gb_per_s": _p2p_rate()}
+    figures: Figures = {"p2p_gb_per_s": _p2p_rate(parallel.device)}
     dense = connect(actor.shard_map(), sampler.shard_map(), config=config.reshard, node_size=2, name="dense")
     metrics = [dense.sync(i) for i in range(6)][1:]
     dense.verify()
@@ -150,11 +154,11 @@ def _with_snapshot(config: Any) -> Any:
     return replace(config, snapshot="gpu")
 
 
-def _p2p_rate() -> float:
+def _p2p_rate(device: torch.device) -> float:
     """GB/s that one GPU receives while it sends as much, 1 GiB each way in one batch."""
     from benchmarks.step import seconds_of
 
-    send = torch.ones(1 << 30, dtype=torch.uint8, device="cuda")
+    send = torch.ones(1 << 30, dtype=torch.uint8, device=device)
     receive, peer = torch.empty_like(send), 1 - dist.get_rank()
 
     def swap() -> None:
@@ -187,7 +191,7 @@ def cycles(scratch: Path, gen_tp: str) -> Figures:
 def step(scratch: Path, algorithm: str, layout: str) -> Figures:
     """Whole RL steps, 64 x 8 samples of 128 + 256 tokens."""
     ppo = {"algorithm.kl_placement": "reward"} if algorithm == "ppo" else {}
-    trainer, metrics = _steps(scratch, layout, 3, **EAGER, **{"algorithm.name": algorithm, **ppo})
+    _, metrics = _steps(scratch, layout, 3, **EAGER, **{"algorithm.name": algorithm, **ppo})
     last = metrics[-1]
     keep = ("loss", "reward_mean", "tokens_per_second", "step_seconds", "mismatch/abs_mean")
     return {k: last[k] for k in (*keep, *(n for n in last if n.startswith("seconds/")))} | {

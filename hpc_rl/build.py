@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,18 +10,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hpc_rl import rng
+from hpc_rl import rng, run_dir
 from hpc_rl.algo.registry import algorithm
 from hpc_rl.config import Config
 from hpc_rl.config_check import cross_check, read_hf_config, read_hf_config_file
-from hpc_rl.config_load import dump_config
 from hpc_rl.data.prompts import PromptSet, PromptStream
 from hpc_rl.data.tokenizer import load_tokenizer
 from hpc_rl.engine.colocate import Colocation
 from hpc_rl.engine.megatron import MegatronEngine
 from hpc_rl.errors import UserError
 from hpc_rl.parallel import state as parallel_state
-from hpc_rl.parallel.collectives import agree, gather_objects
+from hpc_rl.parallel.collectives import agree
 from hpc_rl.parallel.state import ParallelState
 from hpc_rl.reshard.connect import connect
 from hpc_rl.reshard.execute import Resharder
@@ -32,11 +31,12 @@ from hpc_rl.tensors.canonical import VALUE_HEAD, ModelSpec
 from hpc_rl.tensors.hf import load_into, open_hf
 from hpc_rl.tensors.random_init import fill_random
 from launch.env import RankInfo, detect, export_torch_env
+from launch.nodes import check_nodes
 
 
 @dataclass
 class Job:
-    """The parts of one run on this rank. ``critic`` and ``reference`` are None where the algorithm has no use for them."""
+    """The parts of one run on this rank. ``critic`` and ``reference`` are None where nothing needs them."""
 
     parallel: ParallelState
     prompts: PromptStream
@@ -73,7 +73,7 @@ def build(config: Config) -> Job:
     stream = PromptStream(prompts, config.seed, config.data.shuffle, config.data.prompts_per_step)
     parallel = join(config)
     if parallel.rank == 0:
-        print(f"Prompts: {prompts.summary()}", flush=True)
+        say(f"Prompts: {prompts.summary()}")
     actor = build_engine("actor", config, parallel)
     critic = build_engine("critic", config, parallel) if needs_critic(config) else None
     reference = build_engine("reference", config, parallel) if needs_reference(config) else None
@@ -112,11 +112,16 @@ def join(config: Config) -> ParallelState:
     Raises: UserError for sizes that do not fit the world, before any model is built.
     """
     info = detect()
-    cross_check(config, info.world_size, read_hf_config(config))
+    hf_config = read_hf_config(config)
+    cross_check(config, info.world_size, hf_config)
     export_torch_env(info)
     parallel = parallel_state.initialize(config, choose_device(config, info), info.local_world_size)
     rng.seed_all(config.seed, parallel.rank)
-    prepare_run_dir(config, parallel)
+    prepare_run_dir(config, hf_config, parallel, info.launcher)
+    if info.num_nodes > 1:
+        check_nodes(info, config, config.run.dir)
+    if parallel.rank == 0:
+        say(run_dir.model_line(config, hf_config, info.world_size, parallel.device.type))
     return parallel
 
 
@@ -187,20 +192,29 @@ def choose_device(config: Config, info: RankInfo) -> torch.device:
     return torch.device("cuda", info.local_rank)
 
 
-def prepare_run_dir(config: Config, parallel: ParallelState) -> None:
-    """Makes the run directory, writes its config.yaml, and the config.json of a model that has no directory."""
-    run_dir = Path(config.run.dir)
+def prepare_run_dir(config: Config, hf_config: Mapping[str, Any], parallel: ParallelState, launcher: str) -> None:
+    """Sets an earlier run aside and writes what a run starts with."""
+    error: BaseException | None = None
     if parallel.rank == 0:
-        (run_dir / "logs").mkdir(parents=True, exist_ok=True)
-        (run_dir / "config.yaml").write_text(dump_config(config))
-        if config.model.path is None:
-            (run_dir / "model").mkdir(exist_ok=True)
-            (run_dir / "model" / "config.json").write_text(json.dumps(dict(config.model.config or {}), indent=2))
-    gather_objects(None)  # the files are there
+        try:
+            say(run_dir.set_aside(config, keep_logs=launcher != "none"))
+            run_dir.write_start(config, hf_config)
+        except Exception as caught:  # the other ranks wait in `agree` to hear of it
+            error = caught
+    agree(error)
+
+
+def say(line: str | None) -> None:
+    """A line for the user, of rank 0."""
+    if line is not None:
+        print(line, flush=True)
 
 
 def find_checkpoint(config: Config, checkpointer: Checkpointer) -> Path | None:
     """The checkpoint that ``resume`` names, or None for a fresh start."""
     if config.resume == "none":
         return None
-    return checkpointer.latest() if config.resume == "auto" else Path(config.resume)
+    found = checkpointer.latest() if config.resume == "auto" else Path(config.resume)
+    if checkpointer.rank == 0:
+        say(run_dir.resume_line(config, found))
+    return found

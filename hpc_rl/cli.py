@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from hpc_rl.errors import RunError, UserError
+from hpc_rl.quiet import DEBUG_VARIABLE, quiet
 
 app = typer.Typer(
     add_completion=False,
@@ -21,12 +23,16 @@ app = typer.Typer(
 
 ConfigArg = Annotated[Path, typer.Argument(help="YAML configuration, for example configs/quickstart.yaml")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="key=value, for example steps=10 parallel.tp=2")]
+Debug = Annotated[bool, typer.Option("--debug", help="show what all libraries say (as HPC_RL_DEBUG=1 does)")]
 Json = Annotated[bool, typer.Option("--json", help="print JSON instead of a table")]
 
 
 @app.command(epilog="Example: hpc-rl train configs/quickstart.yaml steps=4 run.dir=runs/try")
-def train(config: ConfigArg, overrides: Overrides = None) -> None:
+def train(config: ConfigArg, overrides: Overrides = None, debug: Debug = False) -> None:
     """Train. Starts the local ranks that the config asks for, or takes its place in a torchrun, mpirun or srun job."""
+    if debug:
+        os.environ[DEBUG_VARIABLE] = "1"
+    quiet()
     from hpc_rl.run import run_train
 
     raise typer.Exit(run_train(config, overrides or []))
@@ -50,12 +56,16 @@ def inspect(
 def export(
     source: Annotated[Path, typer.Argument(help="a run directory or a checkpoint")],
     hf: Annotated[Path, typer.Option("--hf", help="directory to write: config.json, tokenizer, safetensors")],
-    role: Annotated[str, typer.Option(help="actor or critic")] = "actor",
+    role: Annotated[str, typer.Option(help="actor (a causal LM) or critic (a sequence classifier)")] = "actor",
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16 [as the run computed]")] = None,
+    model: Annotated[Path | None, typer.Option(help="directory of config.json and tokenizer [the run's]")] = None,
+    as_json: Json = False,
 ) -> None:
     """Write a checkpoint's weights as a Hugging Face directory."""
+    quiet()
     from hpc_rl.export import export_checkpoint
 
-    typer.echo(export_checkpoint(source, hf, role=role))
+    _print(export_checkpoint(source, hf, role=role, dtype=dtype, model=model), as_json)
 
 
 @app.command(epilog="Example: hpc-rl bench reshard --quick --json")
@@ -68,6 +78,30 @@ def bench(
     from benchmarks import run_benchmark
 
     _print(run_benchmark(name, quick=quick), as_json)
+
+
+@app.command(
+    "plan",
+    epilog="Example: hpc-rl plan configs/ppo_70b.yaml --nodes 16 --gpus-per-node 8 --gpu h100. "
+    "Exit code 0: it fits; 3: it does not; 2: wrong input.",
+)
+def plan_command(
+    config: ConfigArg,
+    overrides: Overrides = None,
+    nodes: Annotated[int | None, typer.Option(help="nodes; default: launch.nodes, or 1")] = None,
+    gpus_per_node: Annotated[int | None, typer.Option(help="GPUs of a node; default: launch.nproc")] = None,
+    gpu: Annotated[str | None, typer.Option(help="a100, a100-40, h100, h200, gh200, b200 or l40s; default: h100")] = None,
+    gpu_memory_gb: Annotated[float | None, typer.Option(help="memory of a GPU, instead of the table's")] = None,
+    as_json: Json = False,
+) -> None:
+    """Work out, without a GPU, who holds what, whether it fits, what moves and how large checkpoints are."""
+    from hpc_rl.plan.report import plan, tables
+
+    job, report = plan(
+        config, overrides or [], nodes=nodes, gpus_per_node=gpus_per_node, gpu=gpu, gpu_memory_gb=gpu_memory_gb
+    )
+    _print(report if as_json else tables(job, report), as_json)
+    raise typer.Exit(0 if report["fits"] else 3)
 
 
 @app.command("launch", epilog="Example: hpc-rl launch --launcher srun --dry-run configs/ppo_70b.yaml steps=2")

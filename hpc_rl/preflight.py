@@ -13,6 +13,7 @@ from hpc_rl.config_check import cross_check
 from hpc_rl.data.prompt_files import read_records
 from hpc_rl.errors import UserError
 from hpc_rl.preflight_model import check_models
+from hpc_rl.preflight_resume import check_resume
 from hpc_rl.reward.score import RewardFunction
 
 
@@ -34,6 +35,7 @@ def preflight(config: Config, world_size: int) -> None:
     cross_check(config, world_size, hf_config)
     check_device(config)
     check_outputs(config)
+    check_resume(config, hf_config)
     check_metrics(config)
     reward = RewardFunction.from_config(config.reward)
     assert config.data.prompts is not None, "cross_check refuses a configuration without prompts"
@@ -98,7 +100,7 @@ def check_device(config: Config) -> None:
 
 
 def check_outputs(config: Config) -> None:
-    """Refuses a run directory that cannot be written, or a checkpoint to resume that is not there. Raises UserError."""
+    """Refuses a run directory that cannot be written. Raises UserError."""
     run_dir = Path(config.run.dir)
     for path in (run_dir, *(run_dir / name for name in ("checkpoints", "rollouts", "logs"))):
         _check_writable(path)
@@ -107,11 +109,6 @@ def check_outputs(config: Config) -> None:
             raise UserError(
                 f"{run_dir / name}: may not be written by this user: correct its owner, or set another run.dir"
             )
-    if config.resume not in ("none", "auto") and not Path(config.resume).is_dir():
-        raise UserError(
-            f"resume = {config.resume}: no such directory (seen from {Path.cwd()}), but must be none, auto or a "
-            "checkpoint directory: correct it, or use resume=auto"
-        )
 
 
 def _check_writable(path: Path) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from hpc_rl.config import Config
 from hpc_rl.config_load import load_config
-from hpc_rl.errors import UserError
+from hpc_rl.errors import RunError, UserError
+from hpc_rl.run_dir import set_aside
 from launch.env import detect, finish
 from launch.local import run_local
 from launch.spec import check_placement
@@ -31,6 +34,8 @@ def run_train(path: Path, overrides: Sequence[str]) -> int:
     if not launched or info.rank == 0:
         preflight(config, info.world_size if launched else config.launch.nproc)
     if not launched and config.launch.nproc > 1:
+        if line := set_aside(config):
+            print(line, flush=True)
         argv = [sys.executable, "-m", "hpc_rl.cli", "train", str(path), *overrides]
         return run_local(
             config.launch.nproc,
@@ -43,17 +48,40 @@ def run_train(path: Path, overrides: Sequence[str]) -> int:
 
 def train_here(config: Config) -> int:
     """Trains on this rank; returns the exit code."""
+    import_heavy()
     from hpc_rl.train import RLTrainer
 
     trainer = RLTrainer(config)
     try:
         trainer.train()
-        if trainer.job.parallel.rank == 0:
-            print(closing_words(config, trainer.steps_done), flush=True)
-    finally:
+    except RunError:  # every rank has it: they wait together for the checkpoint in flight
         trainer.close()
-    finish(detect())
+        raise
+    except BaseException:  # the others may stand in another collective, so leave without one
+        trainer.job.checkpointer.kill()
+        raise
+    trainer.close()
+    info = detect()
+    if info.rank == 0:
+        print(closing_words(config, trainer.steps_done), flush=True)
+    finish(info)
     return 0
+
+
+def import_heavy() -> None:
+    """Imports what a rank needs, without garbage collections in between.
+
+    They would walk the objects of all modules again and again: 1 of 6 s. What is there now stays, so no later
+    collection looks at it either.
+    """
+    gc.disable()
+    import transformers.models.auto.tokenization_auto
+
+    import hpc_rl.train  # noqa: F401
+
+    gc.freeze()
+    atexit.register(gc.unfreeze)  # frozen objects would outlive the interpreter
+    gc.enable()
 
 
 def closing_words(config: Config, step: int) -> str:

@@ -13,7 +13,12 @@ _MASKED = -1e30  # logit of a padded vocabulary row: finite, so that 0 * logit i
 
 
 def token_log_probs(
-    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, vocab_size: int, group: dist.ProcessGroup | None
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperature: float,
+    vocab_size: int,
+    group: dist.ProcessGroup | None,
 ) -> tuple[Tensor, Tensor]:
     """log p(target) and entropy of softmax(hidden @ weight^T / temperature).
 

@@ -86,9 +86,7 @@ class MegatronEngine:
             outputs = self._schedule(step, batch, shares, forward_only=True)
         return self._whole(batch, shares, outputs)
 
-    def train_batch(
-        self, batch: Batch, loss_fn: LossFn, outputs: dict[str, Tensor] | None = None
-    ) -> dict[str, float]:
+    def train_batch(self, batch: Batch, loss_fn: LossFn, outputs: dict[str, Tensor] | None = None) -> dict[str, float]:
         """One optimizer step on ``batch``; see TrainEngine."""
         assert self.optimizer is not None, f"{self.role} is frozen"
         assert isinstance(self._model, DistributedDataParallel)
@@ -242,10 +240,7 @@ def _finalize_gradients(model: list[Any], num_tokens: Tensor | None = None, **kw
     finalize_model_grads(model, None, **kwargs)
 
 
-
 def _token_index(batch: Batch, indices: Sequence[int]) -> Tensor:
     """Positions of all tokens of the given sequences, in that order."""
     starts, ends = batch.cu_seqlens[:-1].tolist(), batch.cu_seqlens[1:].tolist()
     return torch.cat([torch.arange(starts[i], ends[i]) for i in indices])
-
-

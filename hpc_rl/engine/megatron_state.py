@@ -44,4 +44,3 @@ def engine_state(engine: MegatronEngine) -> tuple[ShardMap, dict[str, Tensor], d
     kinds_here = ["exp_avg", "exp_avg_sq"] + (["main"] if engine.config.model.dtype != "float32" else [])
     specs |= {f"{k}/{n}": TensorSpec(s.shape, "float32") for k in kinds_here for n, s in params_map.specs.items()}
     return ShardMap(specs, tuple(pieces), padding), tensors, {"optimizer": engine.optimizer.state()}
-

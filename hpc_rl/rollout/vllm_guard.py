@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import os
 import random
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -52,6 +51,17 @@ def _set_attributes(values: list[Any]) -> None:
     for (owner, name), value in zip(_STUBBED, values, strict=True):
         if value is not _MISSING:
             setattr(owner, name, value)
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """``owner.name`` is ``value`` for a while."""
+    kept = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, kept)
 
 
 class ProcessGuard:
@@ -105,8 +115,7 @@ class ProcessGuard:
         """
         environ, precision, collecting = dict(os.environ), torch.get_float32_matmul_precision(), gc.isenabled()
         gc.disable()
-        with self.vllm(), warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)
+        with self.vllm():
             try:
                 yield
             finally:

@@ -21,7 +21,8 @@ from hpc_rl.tensors.shardmap import ShardMap, view
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-_ALIASES = {"score.weight": VALUE_HEAD}  # a sequence classifier with one label is a critic
+CLASSIFIER = "score.weight"  # a sequence classifier with one label is a critic
+_ALIASES = {CLASSIFIER: VALUE_HEAD}
 _IGNORED_SUFFIX = ".rotary_emb.inv_freq"  # computed, but stored by some old checkpoints
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 

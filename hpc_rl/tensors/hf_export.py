@@ -14,12 +14,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from hpc_rl.errors import UserError
-from hpc_rl.tensors.canonical import ModelSpec
+from hpc_rl.tensors.canonical import VALUE_HEAD, ModelSpec
 from hpc_rl.tensors.dtypes import ITEM_BYTES
-from hpc_rl.tensors.hf import INDEX, SINGLE
+from hpc_rl.tensors.hf import CLASSIFIER, INDEX, SINGLE
 from hpc_rl.tensors.shardmap import ShardMap, TensorSpec, whole_piece
 
 MAX_FILE_BYTES = 5 * 10**9
+_CLASSES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe"}  # in transformers
 _COPIED = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template*",
            "generation_config.json", "*.model", "*.jinja")  # fmt: skip
 
@@ -66,7 +67,7 @@ def begin_export(out: str | Path) -> Path:
 
 def write_file(partial: Path, file: str, tensors: Mapping[str, Tensor]) -> None:
     """Writes one safetensors file of whole tensors."""
-    values = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
+    values = {_stored_name(name): t.detach().cpu().contiguous() for name, t in tensors.items()}
     save_file(values, partial / file, metadata={"format": "pt"})
 
 
@@ -88,18 +89,37 @@ def finish_export(
         raise UserError(f"{partial / missing[0]} was not written: export again")
     if len(files) > 1:
         total = sum(prod(shape) for shape in spec.tensors().values()) * ITEM_BYTES[dtype]
-        weight_map = {name: file for file, names in files.items() for name in names}
+        weight_map = {_stored_name(name): file for file, names in files.items() for name in names}
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (partial / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-    values = {k: v for k, v in config.items() if k not in ("torch_dtype", "dtype")}
+    values = {k: v for k, v in config.items() if k not in ("torch_dtype", "dtype")} | _head(config, spec.role)
     key = "torch_dtype" if "torch_dtype" in config else "dtype"
     (partial / "config.json").write_text(json.dumps(values | {key: dtype}, indent=2, sort_keys=True) + "\n")
     if tokenizer is not None:
-        for pattern in _COPIED:
-            for file in Path(tokenizer).glob(pattern):
-                if file.is_file():
-                    shutil.copyfile(file, partial / file.name)
+        copy_tokenizer(tokenizer, partial)
     partial.rename(target)
+
+
+def _stored_name(name: str) -> str:
+    return CLASSIFIER if name == VALUE_HEAD else name
+
+
+def _head(config: Mapping[str, Any], role: str) -> dict[str, Any]:
+    """What config.json must say of the head: a critic is transformers' sequence classifier with one label."""
+    bases = [str(name).partition("For")[0] for name in config.get("architectures") or []]
+    bases = bases or [_CLASSES[config["model_type"]]]
+    if role == "actor":
+        return {"architectures": [f"{base}ForCausalLM" for base in bases]}
+    labels = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+    return {"architectures": [f"{base}ForSequenceClassification" for base in bases], **labels}
+
+
+def copy_tokenizer(source: str | Path, target: Path) -> None:
+    """Copies the files of a tokenizer, chat template and generation_config.json included, into a directory."""
+    for pattern in _COPIED:
+        for file in Path(source).glob(pattern):
+            if file.is_file():
+                shutil.copyfile(file, target / file.name)
 
 
 def export_hf(

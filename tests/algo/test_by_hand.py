@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hpc_rl.algo import advantages as adv
-from hpc_rl.algo import losses, masked, preference, shaping
+from hpc_rl.algo import losses, masked, shaping
 from hpc_rl.algo.correction import acceptance_mask, importance_weights, mismatch_metrics
 from hpc_rl.algo.kl import KLController, kl_estimate
 from hpc_rl.algo.losses import PolicyInputs
@@ -268,38 +268,5 @@ def test_mismatch_metrics() -> None:
     low, high = math.log(1.2), math.log(6) / 2
     assert metrics["mismatch/seq_p50"] == pytest.approx((low + high) / 2)
     assert metrics["mismatch/seq_p95"] == pytest.approx(low + 0.95 * (high - low))
-
-
-def test_overlong_penalty() -> None:
-    lengths = torch.tensor([0, 6, 7, 9, 10])
-    close(shaping.overlong_penalty(lengths, 10, 4, 0.5), [0, 0, -0.125, -0.375, -0.5])
-    assert (shaping.overlong_penalty(lengths, 10, 0, 0.5) == 0).all()
-    assert shaping.last_response_token(MASK, CU).tolist() == [False, False, False, True, False]
-
-
-def test_informative_groups() -> None:
-    groups = torch.tensor([4, 4, 2, 2, 3])
-    assert shaping.informative(tensor(1, 0, 1, 1, 1), groups).tolist() == [True, True, False, False, False]
-
-
-def test_preference_losses() -> None:
-    chosen, rejected = tensor(1.0, 0.0), tensor(0.0, 0.5)
-    close(preference.dpo(chosen, rejected, 0.5), [math.log1p(math.exp(-0.5)), math.log1p(math.exp(0.25))])
-    smooth = 0.9 * math.log1p(math.exp(-0.5)) + 0.1 * math.log1p(math.exp(0.5))
-    assert float(preference.dpo(chosen, rejected, 0.5, 0.1)[0]) == pytest.approx(smooth)
-    close(preference.ipo(chosen, rejected, 0.5), [0.0, 2.25])
-    close(preference.reward_model(chosen, rejected, tensor(1.0, -0.5), 0.1), [math.log(2) + 0.1, math.log(2) + 0.025])
-    close(
-        preference.sft(tensor(NAN, -2, float("-inf")), torch.tensor([False, True, True])), [0, 2, -masked.LOG_PROB_MIN]
-    )
-    metrics = preference.pair_metrics(tensor(1, 1), tensor(0, 1), scale=2.0)
-    assert metrics["accuracy"].tolist() == [1.0, 0.0] and metrics["margin"].tolist() == [2.0, 0.0]
-
-
-def test_pairs_are_neighbours() -> None:
-    log_probs, cu = tensor(-1, -2, -3, -4, -5, -6), torch.tensor([0, 2, 3, 3, 6])
-    mask = torch.tensor([False, True, True, True, True, False])
-    chosen, rejected = preference.log_ratio_margins(log_probs, torch.zeros(6, dtype=F64), mask, cu)
-    close(chosen, [-2, 0])  # the third response is empty
-    close(rejected, [-3, -9])
-    close(preference.log_ratio_margins(log_probs, torch.zeros(6, dtype=F64), mask, cu, average=True)[1], [-3, -4.5])
+    with_empty = torch.cat([CORRECTION_CU, torch.tensor([5, 5])])  # two sequences without a response change nothing
+    assert mismatch_metrics(LOG_RATIO, CORRECTION_MASK, with_empty) == metrics

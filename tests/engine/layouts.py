@@ -144,7 +144,8 @@ def nan_step(truth: Truth, config: Config) -> tuple[str, bool]:
     weights[poisoned["response_mask"].nonzero()[0]] = torch.nan
     try:
         engine.train_batch(
-            poisoned.with_tokens(loss_weights=weights), lambda out, b: (loss_of(out["log_probs"], out["entropy"], b), {})
+            poisoned.with_tokens(loss_weights=weights),
+            lambda out, b: (loss_of(out["log_probs"], out["entropy"], b), {}),
         )
         message = "no error"
     except RunError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,11 @@ from hpc_rl.tensors.canonical import ModelSpec
 from hpc_rl.tensors.coverage import check_local_coverage, covered_numel
 from hpc_rl.tensors.shardmap import ShardMap
 from hpc_rl.tensors.vllm_map import vllm_shard_map
-from tests.ranks import run_ranks
+from tests.ranks import RankFailed, run_ranks
 from tests.rollout import jobs
 from tests.rollout.models import CONFIGS, EOS, canonical, character_tokenizer, greedy, hf_model, log_probs, write_model
 
+pytestmark = pytest.mark.xdist_group("vllm")
 KINDS = tuple(CONFIGS)
 # (world size, tensor-parallel size); with 4, two ranks hold each KV head, and one has 4 of its 32 vocabulary rows
 LAYOUTS = ((1, 1), (2, 2), (2, 1), (4, 4))
@@ -52,26 +54,36 @@ def weights(hf: dict[str, list[Any]]) -> dict[str, list[dict[str, torch.Tensor]]
 def runs(model_dirs: Any, weights: Any) -> dict[tuple[int, int], list[Any]]:
     """Layout -> results of each rank."""
     return {
-        (world, tp): run_ranks(world, jobs.everything, {k: model_dirs[k] for k in _kinds(tp)}, weights, tp)
+        (world, tp): run_ranks(
+            world, jobs.everything, {k: model_dirs[k] for k in _kinds(tp)}, weights, tp, timeout_s=300
+        )
         for world, tp in LAYOUTS
     }
 
 
+@pytest.fixture(scope="module")
+def hf_greedy(hf: dict[str, list[Any]]) -> dict[tuple[str, int], list[tuple[int, ...]]]:
+    """(kind, version) -> the continuation of each prompt."""
+    return {
+        (kind, version): [greedy(model, p.input_ids, jobs.LIMIT) for p in jobs.prompts()]
+        for kind, versions in hf.items()
+        for version, model in enumerate(versions)
+    }
+
+
 def _kinds(tp: int) -> list[str]:
-    # 64 / 4 columns of an expert are fewer than vLLM's CPU kernels take
-    return [kind for kind in KINDS if tp < 4 or kind != "qwen3_moe"]
+    return [*KINDS] if tp < 4 else ["qwen2_tied"]  # 4 ranks are slow on 2 cores
 
 
 CASES = [(layout, kind) for layout in LAYOUTS for kind in _kinds(layout[1])]
 
 
 @pytest.mark.parametrize(("layout", "kind"), CASES)
-def test_greedy_equals_hf_before_and_after_an_update(runs: Any, hf: Any, layout: Any, kind: str) -> None:
+def test_greedy_equals_hf_before_and_after_an_update(runs: Any, hf_greedy: Any, layout: Any, kind: str) -> None:
     for version in (0, 1):
         samples = _all_samples(runs[layout], layout, kind, ("greedy", version))
         assert [s.request.group_id for s in samples] == list(range(len(jobs.LENGTHS)))
-        for s in samples:
-            expected = greedy(hf[kind][version], s.request.prompt.input_ids, jobs.LIMIT)
+        for s, expected in zip(samples, hf_greedy[kind, version], strict=True):
             assert s.response_ids == expected
             assert s.finished == (expected[-1] == EOS)
             assert s.version == version
@@ -199,27 +211,24 @@ def test_order_and_tokens_with_few_sequences_at_once(sampling: Any) -> None:
 
 
 def test_stop_strings_end_a_response_at_their_last_token(sampling: Any) -> None:
-    stops = [chr(c) + chr(d) for c in range(65, 91) for d in range(33, 127)]
-    stopped = 0
+    tokenizer, stopped = character_tokenizer(), 0
     for cut, whole in zip(sampling["stop"], sampling["plain"], strict=True):
-        first = next((n for n in range(1, len(whole.response_ids) + 1) if _ends(whole.response_ids[:n], stops)), None)
+        texts = [tokenizer.decode(whole.response_ids[:n]) for n in range(1, len(whole.response_ids) + 1)]
+        first = next((n for n, text in enumerate(texts, 1) if any(stop in text for stop in jobs.STOP)), None)
         assert cut.response_ids == whole.response_ids[:first]
         assert cut.finished == (whole.finished or first is not None)
-        assert cut.log_probs == whole.log_probs[: len(cut.log_probs)]
+        assert cut.log_probs == pytest.approx(whole.log_probs[: len(cut.log_probs)], abs=1e-4)
         stopped += first is not None
     assert 0 < stopped < len(sampling["plain"])
 
 
-def _ends(ids: tuple[int, ...], stops: list[str]) -> bool:
-    return "".join(chr(i + 27) for i in ids[-2:] if i >= 5) in stops if all(i >= 5 for i in ids[-2:]) else False
-
-
-def test_texts_hold_no_special_tokens(sampling: Any) -> None:
-    tokenizer = character_tokenizer()
+def test_texts_are_the_sampled_ids_without_special_tokens(sampling: Any) -> None:
     for s in sampling["plain"]:
-        assert s.text == "".join(chr(i + 27) for i in s.response_ids if i >= 5 or i == 4 and False) or "<x>" in s.text
-        assert tokenizer.eos_token not in s.text
+        assert s.text == "".join(
+            {EOS: "", 4: "<x>", 2: "<bos>", 1: "", 0: ""}.get(i, chr(i + 27)) for i in s.response_ids
+        )
     assert any(s.response_ids[-1] == EOS for s in sampling["plain"])
+    assert all(EOS not in s.response_ids[:-1] for s in sampling["plain"])
 
 
 def test_settings_that_cannot_work_are_refused(root: Path, model_dirs: Any, monkeypatch: Any) -> None:
@@ -230,8 +239,16 @@ def test_settings_that_cannot_work_are_refused(root: Path, model_dirs: Any, monk
     assert "rollout.tp=3 does not divide the world size 2" in said["tp"]
     assert "head size 16" in said["head_size"]
     assert "vLLM cannot start" in said["memory"]
+    assert said["default_memory"] == str(64 * 128 * 2 * 2 * 32 * 2 * 4 + 128 * 2 * 2 * 32 * 2 * 4)
     assert issubclass(UserError, ValueError)
 
 
-def test_nothing_is_left_in_shared_memory(runs: Any) -> None:
+def test_jobs_side_by_side_and_after_a_killed_one(model_dirs: Any, weights: Any) -> None:
+    arguments = (model_dirs["llama"], weights["llama"][0])
+    with pytest.raises(RankFailed, match="died without a word"):
+        run_ranks(2, jobs.generate_and_die, *arguments)
     assert not [name for name in os.listdir("/dev/shm") if "hpcrl" in name]
+    with ThreadPoolExecutor(2) as pool:
+        running = [pool.submit(run_ranks, 2, jobs.generate_twice, *arguments) for _ in range(2)]
+        results = [response for job in running for response in job.result()]
+    assert all(response == results[0] for response in results)

@@ -33,9 +33,7 @@ def test_equal_curves_at_any_layout(one_rank: list[dict[str, float]], world_size
                 assert got[name] == pytest.approx(expected[name], rel=2e-4, abs=2e-5), f"{name} at step {step + 1}"
 
 
-@pytest.mark.parametrize(
-    ("world_size", "parallel"), [(1, {}), (2, {"parallel__tp": 2})], ids=["one", "tp2"]
-)
+@pytest.mark.parametrize(("world_size", "parallel"), [(1, {}), (2, {"parallel__tp": 2})], ids=["one", "tp2"])
 def test_sampler_and_trainer_agree_before_and_after_an_update(world_size: int, parallel: dict) -> None:
     for before, after in run_ranks(world_size, mismatch, quickstart(rollout__temperature=0.7, **parallel)):
         assert before < 1e-4

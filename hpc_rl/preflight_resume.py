@@ -1,0 +1,66 @@
+"""The checkpoint to resume: is it there, whole by its sizes, and of this model? Reads no tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hpc_rl.config import Config
+from hpc_rl.errors import UserError
+from hpc_rl.tensors.canonical import EMBEDDING
+
+
+def check_resume(config: Config, hf_config: Mapping[str, Any]) -> None:
+    """Refuses a checkpoint that is missing, cut short, or of another vocabulary or width than the model.
+
+    Args:
+        config: the configuration; ``resume=auto`` looks at the newest whole checkpoint, if there is any.
+        hf_config: of the actor.
+
+    Raises:
+        UserError: one line with the value, the rule and the fix.
+    """
+    path = _checkpoint(config)
+    if path is None:
+        return
+    import io
+
+    from hpc_rl.storage import index  # h5py: only a run that resumes needs it
+
+    stored = index.read(io.BytesIO((path / "index.h5").read_bytes()), path / "index.h5").specs
+    embedding = stored.get(f"actor/param/{EMBEDDING}")
+    expected = (hf_config["vocab_size"], hf_config["hidden_size"])
+    if embedding is not None and tuple(embedding.shape) != expected:
+        raise UserError(
+            f"resume = {path}: its {EMBEDDING} is {list(embedding.shape)}, but the model has [vocab_size, hidden_size] "
+            f"= {list(expected)}: resume with the model that it was saved from, or start with resume=none"
+        )
+
+
+def _checkpoint(config: Config) -> Path | None:
+    if config.resume == "none":
+        return None
+    from hpc_rl.storage import manifest
+
+    if config.resume == "auto":
+        for _, path in reversed(manifest.complete(Path(config.run.dir) / "checkpoints")):
+            try:
+                manifest.check(path)
+            except manifest.DamagedCheckpoint:
+                continue  # the run says so when it skips it
+            return path
+        return None
+    path = Path(config.resume)
+    if not path.is_dir():
+        raise UserError(
+            f"resume = {config.resume}: no such directory (seen from {Path.cwd()}), but must be none, auto or a "
+            "checkpoint directory: correct it, or use resume=auto"
+        )
+    if not (path / "manifest.json").is_file():
+        raise UserError(
+            f"resume = {config.resume}: has no manifest.json, so it is no whole checkpoint: give a "
+            "checkpoint_STEP_complete directory, or use resume=auto"
+        )
+    manifest.check(path)
+    return path
