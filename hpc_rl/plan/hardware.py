@@ -1,4 +1,7 @@
-"""What a GPU and a cluster's links can do, from the vendors' data sheets. ``gb`` of memory counts 2^30 bytes, as a GPU's name does."""
+"""What a GPU and a cluster's links can do, from the vendors' data sheets.
+
+``gb`` of memory counts 2^30 bytes, as a GPU's name does.
+"""
 
 from __future__ import annotations
 
