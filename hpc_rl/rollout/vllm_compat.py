@@ -24,7 +24,6 @@ from hpc_rl.rollout import vllm_cpu
 from hpc_rl.rollout.vllm_guard import replaced
 
 
-
 def prepare_environment(device: str) -> None:
     """Sets what vLLM reads from the environment; call before vLLM is imported. ``device``: cpu or cuda."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine must run in this process
