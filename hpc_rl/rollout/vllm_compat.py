@@ -78,6 +78,9 @@ def engine_arguments(
     if device == "cuda":
         values["gpu_memory_utilization"] = config.gpu_memory_utilization
         values["enable_sleep_mode"] = config.sleep_level > 0
+        if not values["enforce_eager"]:
+            # vLLM captures up to 512 sequences and runs larger batches kernel by kernel, at a third of the speed.
+            values["max_cudagraph_capture_size"] = config.max_num_seqs
         values["moe_backend"] = "triton"  # reads experts in the layout that they are loaded in; others reorder them
     return values
 
