@@ -116,6 +116,11 @@ def _check_algorithm(config: Config) -> None:
             f"{config.rollout.samples_per_prompt} = {sequences}: set algorithm.mini_batches to "
             f"{_one_of(_divisors(sequences))}"
         )
+    if config.reshard.snapshot != "none" and config.rollout.sleep_level == 2 and config.launch.device != "cpu":
+        raise UserError(
+            f"reshard.snapshot = {config.reshard.snapshot} sends changes only, but rollout.sleep_level = 2 throws the "
+            "sampler's weights away: set rollout.sleep_level=1 or 0, or reshard.snapshot=none"
+        )
     for role, optimizer in (("actor", config.actor), ("critic", config.critic)):
         if optimizer.decay != "constant" and optimizer.min_lr > optimizer.lr:
             raise UserError(

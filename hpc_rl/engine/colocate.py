@@ -22,6 +22,8 @@ class HostCopy:
 
     def offload(self) -> None:
         """Device memory is free when this returns."""
+        if not self._storages:  # a CPU job: nothing is on a GPU
+            return
         if not self._host:
             self._host = [torch.empty(n, dtype=torch.uint8, pin_memory=True) for _, n in self._storages]
         for (storage, n), host in zip(self._storages, self._host, strict=True):
