@@ -58,7 +58,7 @@ def train_here(config: Config) -> int:
         trainer.close()
         raise
     except BaseException:  # the others may stand in another collective, so leave without one
-        trainer.job.checkpointer.kill()
+        trainer.job.checkpointer.close()
         raise
     trainer.close()
     info = detect()
@@ -75,7 +75,6 @@ def import_heavy() -> None:
     collection looks at it either.
     """
     gc.disable()
-    import transformers.models.auto.tokenization_auto
 
     import hpc_rl.train  # noqa: F401
 
