@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import atexit
 import gc
+import signal
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +14,7 @@ from hpc_rl.config import Config
 from hpc_rl.config_load import load_config
 from hpc_rl.errors import RunError, UserError
 from hpc_rl.run_dir import set_aside
-from launch.env import detect, finish
+from launch.env import detect, finish, job_id
 from launch.local import run_local
 from launch.spec import check_placement
 
@@ -62,10 +64,31 @@ def train_here(config: Config) -> int:
         raise
     trainer.close()
     info = detect()
-    if info.rank == 0:
+    code = 0
+    if trainer.stopped_by is not None:
+        code = stopped(config, trainer.steps_done, trainer.stopped_by, info.rank)
+    elif info.rank == 0:
         print(closing_words(config, trainer.steps_done), flush=True)
     finish(info)
-    return 0
+    return code
+
+
+TRY_AGAIN = 75  # exit code of a run that stopped before its end and can go on (EX_TEMPFAIL)
+
+
+def stopped(config: Config, step: int, by: signal.Signals, rank: int) -> int:
+    """Says where a run stopped; in a Slurm job that was told of its time limit, puts the job back into the queue.
+
+    Returns: the exit code: 0 if the job goes on by itself, else `TRY_AGAIN`, or 143 after SIGTERM.
+    """
+    requeue = job_id() if by is signal.SIGUSR1 else None
+    if rank == 0:
+        print(f"Stopped by {by.name} after step {step} of {config.steps}, saved: resume=auto goes on", flush=True)
+        if requeue is not None:
+            subprocess.run(["scontrol", "requeue", requeue], check=True)
+    if requeue is not None:
+        return 0
+    return 128 + signal.SIGTERM if by is signal.SIGTERM else TRY_AGAIN
 
 
 def import_heavy() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 import torch
 from torch import Tensor
 
@@ -19,6 +21,7 @@ from hpc_rl.algo.step import (
 from hpc_rl.batch import Batch
 from hpc_rl.build import build
 from hpc_rl.config import Config
+from hpc_rl.fault.signals import StopSignals
 from hpc_rl.metrics.meter import Meter
 from hpc_rl.metrics.sinks import Sinks
 from hpc_rl.rollout.collect import collect
@@ -42,18 +45,26 @@ class RLTrainer:
         self.kl = KLController(config.algorithm)
         self._synchronize = torch.cuda.synchronize if self.job.parallel.device.type == "cuda" else None
         self.steps_done = 0
+        self.stopped_by: signal.Signals | None = None
+        self._signals = StopSignals()
         self._restore()
         self.sinks = Sinks.from_config(config, self.steps_done, self.job.parallel.rank)
         self._sync_weights()
 
     def train(self, max_steps: int | None = None) -> dict[str, float]:
-        """Runs to ``config.steps``, or ``max_steps`` more; returns the last step's metrics."""
+        """Runs to ``config.steps``, or ``max_steps`` more; returns the last step's metrics.
+
+        On SIGUSR1 or SIGTERM all ranks end with the step that they are in, saved; ``stopped_by`` says so.
+        """
         last = self.config.steps if max_steps is None else min(self.config.steps, self.steps_done + max_steps)
         metrics: dict[str, float] = {}
         for step in range(self.steps_done + 1, last + 1):
             metrics = self.step(step)
             self.sinks.write(step, metrics)
-            self._save(step, is_last=step == last)
+            self.stopped_by = self._signals.agreed(self.job.parallel.device)
+            self._save(step, is_last=step == last or self.stopped_by is not None)
+            if self.stopped_by is not None:
+                break
         self.job.checkpointer.wait()
         return metrics
 
@@ -81,6 +92,7 @@ class RLTrainer:
         """Ends the run's writers and leaves the job."""
         self.sinks.close()
         self.job.close()
+        self._signals.close()
 
     # ---- parts of a step --------------------------------------------------------------------------------------
 
