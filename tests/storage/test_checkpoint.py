@@ -314,4 +314,4 @@ def test_what_is_not_json_is_refused_before_anything_is_written(tmp_path: Path) 
 def test_the_manifest_reads_as_plain_json(saved: Path) -> None:
     content = json.loads((saved / "checkpoints" / "checkpoint_1_complete" / "manifest.json").read_text())
     assert (content["step"], content["schema"]) == (1, 1)
-    assert set(content["files"]) == {"index.h5", "shards/rank_00000.h5"}
+    assert set(content["files"]) == {"index.h5", "digests.bin", "shards/rank_00000.h5"}
