@@ -115,6 +115,12 @@ def saved_bytes(spec: ModelSpec, cut: Cut, stage: Stage, tokens: int) -> float:
     return total * tokens
 
 
+def head_forward_bytes(spec: ModelSpec, cut: Cut, tokens: int) -> float:
+    """Alive in the forward pass of the actor's head: ``12 c v``, and the product before it becomes float32."""
+    b, rows = cut.item_bytes, padded_vocab_size(spec.vocab_size, cut.tp) / cut.tp
+    return (12.0 + (b if b < 4 else 0)) * min(CHUNK_TOKENS, tokens) * rows
+
+
 def head_bytes(spec: ModelSpec, cut: Cut, tokens: int) -> float:
     """Alive in the backward of the actor's head beside the saved: logits of a chunk, and the output weight's gradient.
 
@@ -159,6 +165,5 @@ def forward_bytes(spec: ModelSpec, cut: Cut, stage: Stage, tokens: int) -> float
     layer = b * tokens * (3 * hidden / cut.shards + hidden + widest)
     if not stage.is_last or spec.role == "critic":
         return layer + gather_bytes(spec, cut, tokens)
-    rows = padded_vocab_size(spec.vocab_size, cut.tp) / cut.tp
-    head = (12 + b) * min(CHUNK_TOKENS, tokens) * rows + 2 * b * tokens * hidden
+    head = head_forward_bytes(spec, cut, tokens) + 2 * b * tokens * hidden
     return max(layer, head) + gather_bytes(spec, cut, tokens)

@@ -6,14 +6,23 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
-from hpc_rl.plan.activations import CHUNK_TOKENS, cut_of, saved_bytes, stage_of, training_bytes
+from hpc_rl.plan.activations import (
+    CHUNK_TOKENS,
+    cut_of,
+    head_bytes,
+    head_forward_bytes,
+    saved_bytes,
+    stage_of,
+    training_bytes,
+)
 from hpc_rl.plan.generation import CPU_KV_CACHE_BYTES, generation_memory
 from hpc_rl.plan.hardware import GB
 from hpc_rl.plan.memory import memory
 from hpc_rl.plan.static import static_bytes
 from hpc_rl.plan.storage import checkpoint_bytes
-from tests.plan.engines import checkpoint, held, saved
+from tests.plan.engines import checkpoint, head_peaks, held, saved
 from tests.plan.jobs import QWEN2_1B, SMALL, config_of, job_of
 from tests.ranks import run_ranks
 
@@ -70,6 +79,15 @@ def test_activations_are_what_autograd_saves(case: str) -> None:
         if parallel.get("recompute"):  # the layers' rotary angles are kept by the recomputation itself, not by autograd
             expected -= 512 * 4 * spec.head_dim
         assert got == pytest.approx(expected, rel=0.05), (stage, got / 512, expected / 512)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_logits_are_what_the_head_allocates(dtype: str) -> None:
+    for hidden, vocab in ((64, 2048), (1024, 512)):  # where the logits of a chunk weigh most, and where the weight does
+        job = job_of(config_of({**NARROW, "hidden_size": hidden, "vocab_size": vocab}, dtype=dtype))
+        forward, backward = head_peaks(6144, hidden, vocab, getattr(torch, dtype))
+        assert forward == pytest.approx(head_forward_bytes(job.actor, cut_of(job), 6144), rel=0.02)
+        assert backward == pytest.approx(head_bytes(job.actor, cut_of(job), 6144), rel=0.02)
 
 
 def test_activations_of_an_h200() -> None:
