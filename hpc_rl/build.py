@@ -22,6 +22,7 @@ from hpc_rl.errors import UserError
 from hpc_rl.parallel import state as parallel_state
 from hpc_rl.parallel.collectives import agree
 from hpc_rl.parallel.state import ParallelState
+from hpc_rl.reshard.cache import PlanCache
 from hpc_rl.reshard.connect import connect
 from hpc_rl.reshard.execute import Resharder
 from hpc_rl.reward.score import RewardFunction
@@ -97,6 +98,7 @@ def build(config: Config) -> Job:
             actor.shard_map(),
             sampler.shard_map(),
             config=config.reshard,
+            cache=PlanCache(Path(config.run.dir) / "plans"),
             node_size=parallel.node_size,
             timeout_s=config.launch.timeout_s,
         ),

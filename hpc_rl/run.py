@@ -58,7 +58,7 @@ def train_here(config: Config) -> int:
         trainer.close()
         raise
     except BaseException:  # the others may stand in another collective, so leave without one
-        trainer.job.checkpointer.kill()
+        trainer.job.checkpointer.close()
         raise
     trainer.close()
     info = detect()

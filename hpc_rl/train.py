@@ -121,6 +121,8 @@ class RLTrainer:
         """The actor's weights into the sampler, stamped with the number of steps they have learned."""
         job, version = self.job, self.steps_done
         job.colocation.reshard()
+        if job.parallel.device.type == "cuda" and self.config.rollout.sleep_level == 2:
+            job.resharder.invalidate()  # the sampler slept its weights away: a delta has nothing to change
         metrics = job.resharder.sync(version)
         job.sampler.set_version(version)
         return {
