@@ -65,6 +65,7 @@ class RLTrainer:
         with meter.phase("score"):
             batch = self._score(batch)
         batch, metrics = prepare(batch, self.config, self.kl.coef)
+        self.job.checkpointer.fence()  # weights may change once the save in flight has its copy
         with meter.phase("update"):
             metrics |= self._update(step, batch)
         with meter.phase("reshard"):
@@ -152,7 +153,13 @@ class RLTrainer:
             return
         engines = self.job.trained
         states = {role: engine.state() for role, engine in engines.items()}
-        extra, per_rank = self.job.checkpointer.load(path, {role: (m, t) for role, (m, t, _) in states.items()})
+        components = {role: (m, t) for role, (m, t, _) in states.items()}
+        if self.config.resume == "auto":  # a newest one that turns out damaged is passed over
+            loaded = self.job.checkpointer.load_newest(components)
+            assert loaded is not None, f"{path} was there when the run started"
+            _, extra, per_rank = loaded
+        else:
+            extra, per_rank = self.job.checkpointer.load(path, components)
         for role, engine in engines.items():
             engine.load_state(extra["engines"][role])
         self.job.prompts.load_state(extra["prompts"])
