@@ -36,6 +36,9 @@ SEQUENCE_DTYPES = {
     "finished": torch.bool,  # ended by itself (EOS or stop), not by the length limit
     "versions": torch.int64,  # of the weights that sampled it
     "scores": torch.float32,  # the reward function's result for the whole response
+    "baseline_scores": torch.float32,  # that of the greedy response to the same prompt (ReMax)
+    "pair_ids": torch.int64,  # sequences 2p and 2p + 1 are a pair, which micro-batches keep together
+    "pair_weights": torch.float32,  # 1 / number of pairs of the mini-batch
 }
 
 
