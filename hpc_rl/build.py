@@ -31,6 +31,7 @@ from hpc_rl.tensors.canonical import VALUE_HEAD, ModelSpec
 from hpc_rl.tensors.hf import load_into, open_hf
 from hpc_rl.tensors.random_init import fill_random
 from launch.env import RankInfo, detect, export_torch_env
+from launch.nodes import check_nodes
 
 
 @dataclass
@@ -117,6 +118,8 @@ def join(config: Config) -> ParallelState:
     parallel = parallel_state.initialize(config, choose_device(config, info), info.local_world_size)
     rng.seed_all(config.seed, parallel.rank)
     prepare_run_dir(config, hf_config, parallel, info.launcher)
+    if info.num_nodes > 1:
+        check_nodes(info, config, config.run.dir)
     if parallel.rank == 0:
         say(run_dir.model_line(config, hf_config, info.world_size, parallel.device.type))
     return parallel

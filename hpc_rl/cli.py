@@ -80,6 +80,30 @@ def bench(
     _print(run_benchmark(name, quick=quick), as_json)
 
 
+@app.command(
+    "plan",
+    epilog="Example: hpc-rl plan configs/ppo_70b.yaml --nodes 16 --gpus-per-node 8 --gpu h100. "
+    "Exit code 0: it fits; 3: it does not; 2: wrong input.",
+)
+def plan_command(
+    config: ConfigArg,
+    overrides: Overrides = None,
+    nodes: Annotated[int | None, typer.Option(help="nodes; default: launch.nodes, or 1")] = None,
+    gpus_per_node: Annotated[int | None, typer.Option(help="GPUs of a node; default: launch.nproc")] = None,
+    gpu: Annotated[str | None, typer.Option(help="a100, a100-40, h100, h200, gh200, b200 or l40s; default: h100")] = None,
+    gpu_memory_gb: Annotated[float | None, typer.Option(help="memory of a GPU, instead of the table's")] = None,
+    as_json: Json = False,
+) -> None:
+    """Work out, without a GPU, who holds what, whether it fits, what moves and how large checkpoints are."""
+    from hpc_rl.plan.report import plan, tables
+
+    job, report = plan(
+        config, overrides or [], nodes=nodes, gpus_per_node=gpus_per_node, gpu=gpu, gpu_memory_gb=gpu_memory_gb
+    )
+    _print(report if as_json else tables(job, report), as_json)
+    raise typer.Exit(0 if report["fits"] else 3)
+
+
 @app.command("launch", epilog="Example: hpc-rl launch --launcher srun --dry-run configs/ppo_70b.yaml steps=2")
 def launch_command(
     config: ConfigArg,

@@ -26,14 +26,14 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One model of a checkpoint. ``stored``: full name (``actor/param/N``) -> spec, of all that the checkpoint holds."""
+    """One model of a checkpoint. ``stored``: full name (``actor/param/N``) -> spec, of all in the checkpoint."""
 
     checkpoint: Path
     role: str
     spec: ModelSpec
     stored: Mapping[str, TensorSpec]
     hf_config: Mapping[str, Any]
-    tokenizer: Path | None
+    folder: Path  # of the tokenizer, if there is one
 
     @property
     def dtype(self) -> str:
@@ -88,7 +88,7 @@ def open_source(path: str | Path, role: str = "actor", model: str | Path | None 
     hf_config = read_hf_config_file("--model", str(own))
     spec = ModelSpec.from_hf_config(hf_config).with_role("critic" if role == "critic" else "actor")
     _check_shapes(checkpoint, role, spec, stored, own)
-    return Source(checkpoint, role, spec, stored, hf_config, folder if _has_tokenizer(folder) else None)
+    return Source(checkpoint, role, spec, stored, hf_config, folder)
 
 
 def _check_shapes(
@@ -104,7 +104,8 @@ def _check_shapes(
             )
 
 
-def _has_tokenizer(folder: Path) -> bool:
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a directory holds a tokenizer's files."""
     return any(folder.glob("tokenizer*"))
 
 
@@ -138,7 +139,8 @@ def export_checkpoint(
     files = files_of(opened.spec, dtype, max_file_bytes)
     for file, names in files.items():
         write_file(partial, file, opened.read(names, dtype))
-    finish_export(out, opened.spec, files, opened.hf_config, dtype, opened.tokenizer)
+    tokenizer = opened.folder if has_tokenizer(opened.folder) else None
+    finish_export(out, opened.spec, files, opened.hf_config, dtype, tokenizer)
     return {
         "checkpoint": str(opened.checkpoint),
         "hf": str(out),
@@ -146,5 +148,5 @@ def export_checkpoint(
         "dtype": dtype,
         "num_params": opened.spec.num_params,
         "files": len(files),
-        "tokenizer": opened.tokenizer is not None,
+        "tokenizer": tokenizer is not None,
     }

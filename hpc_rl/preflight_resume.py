@@ -1,4 +1,4 @@
-"""The checkpoint to resume: is it there, whole by its sizes, and of this model? Reads its manifest and index, no tensors."""
+"""The checkpoint to resume: is it there, whole by its sizes, and of this model? Reads no tensors."""
 
 from __future__ import annotations
 

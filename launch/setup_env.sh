@@ -60,6 +60,7 @@ explain() { # why pip failed, in one line
     then die "no package index could be reached (full log: $LOG): check the network, or point pip at a mirror" \
         "(PIP_INDEX_URL) or at a folder of wheels (PIP_FIND_LINKS), and run this again"
     fi
+    if grep -q 'Python.h: No such file' "$LOG"; then die "a package had to be compiled: apt-get install gcc python3-dev"; fi
     grep -E '^ *(ERROR|error):' "$LOG" | tail -n 3 >&2 || tail -n 5 "$LOG" >&2
     die "pip failed, see the lines above and $LOG; run this again to go on"
 }

@@ -124,6 +124,8 @@ def algorithm(name: str) -> Algorithm:
     """The reinforcement-learning algorithm called ``name``. Raises UserError with the names that exist."""
     if name in ALGORITHMS:
         return ALGORITHMS[name]
+    if name in OBJECTIVES:
+        raise UserError(f"algorithm.name = {name} has no rollouts, but this needs one of {', '.join(ALGORITHMS)}: set it")
     raise _unknown(name)
 
 

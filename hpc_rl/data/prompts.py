@@ -111,7 +111,7 @@ class PromptSet(Sequence[Prompt]):
 
 
 def _tokenize(records: Sequence[Record], tokenizer: Any, chat_template: str) -> Iterable[tuple[Record, str, list[int]]]:
-    prefix = _leading_special_tokens(tokenizer)
+    prefix = leading_special_tokens(tokenizer)
     for start in range(0, len(records), _TOKENIZE_AT_ONCE):
         part = records[start : start + _TOKENIZE_AT_ONCE]
         templated = [record.messages is not None or chat_template == "always" for record in part]
@@ -151,7 +151,7 @@ def _render(record: Record, tokenizer: Any, chat_template: str) -> str:
     return text
 
 
-def _leading_special_tokens(tokenizer: Any) -> list[int]:
+def leading_special_tokens(tokenizer: Any) -> list[int]:
     """What the tokenizer puts before a text (BOS, or nothing)."""
     plain = list(tokenizer("a", add_special_tokens=False)["input_ids"])
     special = list(tokenizer("a", add_special_tokens=True)["input_ids"])

@@ -1,4 +1,4 @@
-"""Two memory-bound operations in one pass over memory each: SwiGLU and rotary embedding. Triton on CUDA, else torch."""
+"""Memory-bound operations in one pass over memory each: SwiGLU, rotary embedding, AdamW. Triton on CUDA, else torch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,46 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([a * c - b * s, b * c + a * s], dim=-1).to(x.dtype)
 
 
+def fused_adamw(
+    main: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, out: Tensor | None, scale: float,
+    lr: float, weight_decay: float, beta1: float, beta2: float, eps: float, step: int,
+) -> None:  # fmt: skip
+    """One AdamW step of a flat shard in one pass: reads main, grad and both moments once, writes what changed once.
+
+    Args:
+        main, grad, exp_avg, exp_avg_sq: float32 [n] on CUDA; all but ``grad`` are updated in place.
+        out: the model's own weights [n] in its dtype, written too; None where ``main`` is the model's weight.
+        scale: factor of the gradient (clipping).
+        step: 1 at the first step.
+    Source: arXiv:1711.05101, algorithm 2, as torch.optim.AdamW orders it.
+    """
+    n, block = main.numel(), 2048
+    _adamw_kernel[(triton.cdiv(n, block),)](
+        main, grad, exp_avg, exp_avg_sq, main if out is None else out, n, scale, lr / (1 - beta1**step),
+        1 - lr * weight_decay, beta1, beta2, eps, (1 - beta2**step) ** 0.5, HAS_OUT=out is not None, BLOCK=block,
+    )  # fmt: skip
+
+
 if triton is not None:
+
+    @triton.jit
+    def _adamw_kernel(  # type: ignore[no-untyped-def]
+        p_ptr, g_ptr, m_ptr, v_ptr, out_ptr, n, scale, step_size, decay, beta1, beta2, eps, correction,
+        HAS_OUT: tl.constexpr, BLOCK: tl.constexpr,
+    ):  # fmt: skip
+        i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        keep = i < n
+        g = tl.load(g_ptr + i, keep, 0.0) * scale
+        m = tl.load(m_ptr + i, keep, 0.0)
+        v = tl.load(v_ptr + i, keep, 0.0)
+        m = m + (1.0 - beta1) * (g - m)
+        v = beta2 * v + (1.0 - beta2) * g * g
+        p = tl.load(p_ptr + i, keep, 0.0) * decay - step_size * m / (tl.sqrt_rn(v) / correction + eps)
+        tl.store(p_ptr + i, p, keep)
+        tl.store(m_ptr + i, m, keep)
+        tl.store(v_ptr + i, v, keep)
+        if HAS_OUT:
+            tl.store(out_ptr + i, p.to(out_ptr.dtype.element_ty), keep)
 
     @triton.jit
     def _swiglu_forward(x_ptr, y_ptr, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -83,9 +84,10 @@ def _padded_attention(q: Tensor, k: Tensor, v: Tensor, p: Packed, scale: float |
 def _varlen_attention(q: Tensor, k: Tensor, v: Tensor, p: Packed, scale: float | None) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    if k.shape[1] != q.shape[1]:  # head h of a group attends with key head h // (heads / groups)
-        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-    out = varlen_attn(q, k, v, p.cu_seqlens, p.cu_seqlens, p.max_seqlen, p.max_seqlen, scale=scale, window_size=(-1, 0))
+    # The kernel has always known grouped queries; newer versions ask that one says so.
+    grouped = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+    bounds, longest = p.cu_seqlens, p.max_seqlen
+    out = varlen_attn(q, k, v, bounds, bounds, longest, longest, scale=scale, window_size=(-1, 0), **grouped)
     assert isinstance(out, Tensor)
     return out
 

@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import time
 from datetime import timedelta
+from itertools import count
 from typing import NoReturn
 
 from torch.distributed import PrefixStore, Store
 
 from hpc_rl.errors import RunError
+
+_WELL = "all well"
+_made: dict[str, count[int]] = {}  # how many meeting points of each name this process has made
 
 
 class Agreement:
@@ -26,7 +30,8 @@ class Agreement:
 
     def __init__(self, store: Store | None, name: str, rank: int, num_ranks: int, timeout_s: float) -> None:
         assert store is not None or num_ranks == 1, "more than one rank needs a store"
-        self._store = PrefixStore(f"agreement/{name}", store) if store is not None and num_ranks > 1 else None
+        number = next(_made.setdefault(name, count()))
+        self._store = PrefixStore(f"agreement/{name}/{number}", store) if store is not None and num_ranks > 1 else None
         self._rank, self._num_ranks, self._timeout_s = rank, num_ranks, timeout_s
         self._meeting = 0
 
@@ -40,30 +45,24 @@ class Agreement:
         if self._store is None:
             return
         try:
-            first = self._store.compare_set(self._key("value"), "", f"{self._rank} {value}").decode()
-            rank, _, theirs = first.partition(" ")
-            if theirs != value:
-                self.fail(f"rank {self._rank} has {what} {value}, but rank {rank} has {theirs}")
-            self._store.set(self._key(f"rank{self._rank}"), "here")
+            self._store.set(self._key(f"rank{self._rank}"), value)
             if self._store.add(self._key("count"), 1) == self._num_ranks:
-                self._store.compare_set(self._key("end"), "", "well")
+                self._close(what)
             self._wait()
-            failed = self._store.get(self._key("end")).decode() == "failed"
-            message = self._store.get(self._key("error")).decode() if failed else ""
+            outcome = self._store.get(self._key("end")).decode()
             self._forget()
         except RunError:
             raise
         except Exception as lost:
             raise RunError(self._lost(lost)) from lost
-        if failed:
-            raise RunError(message)
+        if outcome != _WELL:
+            raise RunError(outcome)
 
     def fail(self, message: str) -> NoReturn:
         """Makes the running meeting fail on every rank, and raises RunError with the first failed rank's message."""
         if self._store is not None:
             try:
-                message = self._store.compare_set(self._key("error"), "", message).decode()
-                self._store.set(self._key("end"), "failed")
+                message = self._store.compare_set(self._key("end"), "", message).decode()
             except Exception as lost:  # the store is gone too: the first message says more
                 message = f"{message} ({self._lost(lost)})"
         raise RunError(message)
@@ -73,17 +72,27 @@ class Agreement:
         self._meeting += 1
         self.fail(message)
 
+    def _close(self, what: str) -> None:
+        # The last to come compares what all brought.
+        assert self._store is not None
+        values = [v.decode() for v in self._store.multi_get([self._key(f"rank{r}") for r in range(self._num_ranks)])]
+        odd = next((r for r, value in enumerate(values) if value != values[0]), None)
+        end = _WELL if odd is None else f"rank {odd} has {what} {values[odd]}, but rank 0 has {values[0]}"
+        self._store.compare_set(self._key("end"), "", end)
+
     def _wait(self) -> None:
         assert self._store is not None
         deadline = time.monotonic() + self._timeout_s
-        while not self._store.check([self._key("end")]):
-            left = deadline - time.monotonic()
-            if left <= 0:
-                absent = [r for r in range(self._num_ranks) if not self._store.check([self._key(f"rank{r}")])]
-                self.fail(f"ranks {absent} did not finish within {self._timeout_s:g} s")
+        while True:
             try:
-                self._store.wait([self._key("end")], timedelta(seconds=left))
-            except Exception:  # timed out, or the store is lost, which the next check tells
+                left = max(0.001, deadline - time.monotonic())
+                return self._store.wait([self._key("end")], timedelta(seconds=left))
+            except Exception:  # timed out, or the store is lost, which the check tells
+                if self._store.check([self._key("end")]):
+                    return None
+                if time.monotonic() >= deadline:
+                    absent = [r for r in range(self._num_ranks) if not self._store.check([self._key(f"rank{r}")])]
+                    self.fail(f"ranks {absent} did not finish within {self._timeout_s:g} s")
                 time.sleep(0.01)
 
     def _forget(self) -> None:
@@ -92,7 +101,7 @@ class Agreement:
         if old > 0:
             self._store.delete_key(f"{old}/rank{self._rank}")  # type: ignore[union-attr]
             if self._rank == 0:
-                for key in ("value", "count", "end", "error"):  # absent keys are no error
+                for key in ("count", "end"):
                     self._store.delete_key(f"{old}/{key}")  # type: ignore[union-attr]
 
     def _key(self, name: str) -> str:

@@ -23,10 +23,10 @@ def digests(views: Sequence[Tensor], wire: torch.dtype) -> Tensor:
     return torch.stack([_digest(v.to(wire).contiguous()) for v in views]).cpu()
 
 
-def same_bits(a: Tensor, b: Tensor, wire: torch.dtype) -> bool:
-    """True if two views hold the same bits once both are ``wire``."""
-    kind = _INTS[wire.itemsize]
-    return torch.equal(a.to(wire).view(kind), b.to(wire).view(kind))
+def differing(pairs: Sequence[tuple[Tensor, Tensor, torch.dtype]]) -> list[int]:
+    """Numbers of the pairs of views that do not hold the same bits once both are of the given dtype."""
+    flags = [(a.to(t).view(_INTS[t.itemsize]) != b.to(t).view(_INTS[t.itemsize])).any() for a, b, t in pairs]
+    return torch.stack(flags).nonzero().view(-1).tolist() if flags else []
 
 
 _INTS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 
 import torch
@@ -20,7 +20,7 @@ from hpc_rl.reshard.incremental import (
     decode,
     delta_bytes,
     encode,
-    mask_flat,
+    masked,
 )
 from hpc_rl.reshard.plan import Link
 from hpc_rl.reshard.slots import Round, Slot
@@ -46,26 +46,38 @@ class Exchange:
     def __init__(self, rank: int, group: dist.ProcessGroup | None, timeout_s: float) -> None:
         self._rank, self._group, self._timeout_s = rank, group, timeout_s
         self._nccl = dist.is_initialized() and dist.get_backend(group) == "nccl"
+        self._events: list[tuple[torch.cuda.Event, str]] = []
         if self._nccl:  # the first operation of an NCCL group must involve all of its ranks
             dist.barrier(group)
 
     def run(
-        self, rounds: Sequence[Round], delta: bool, snapshot: Snapshot | None, changed: Mapping[str, Tensor] | None
+        self,
+        rounds: Sequence[Round],
+        meanwhile: Callable[[], None],
+        delta: bool = False,
+        snapshot: Snapshot | None = None,
+        changed: Mapping[str, Tensor] | None = None,
     ) -> dict[str, int]:
-        """Exchanges all rounds, two in flight. Returns counts of bytes and messages."""
+        """Exchanges all rounds, two in flight, and does ``meanwhile`` while the first is. Returns counts."""
         stats: Counter[str] = Counter(
             bytes_sent=0, bytes_received=0, messages_dense=0, messages_sparse=0, messages_skipped=0
         )
+        self._events.clear()
         flights: list[tuple[_Flight, list[tuple[Slot, int, Tensor | None]]]] = []
         headers = self._headers(rounds[0], snapshot, changed) if delta and rounds else None
         for number, r in enumerate(rounds):
             flights.append(self._post(r, headers, stats))
-            if number > 0:
+            if number == 0:
+                meanwhile()
+            else:
                 self._finish(*flights[number - 1])
             if delta and number + 1 < len(rounds):
                 headers = self._headers(rounds[number + 1], snapshot, changed)
         if flights:
             self._finish(*flights[-1])
+        else:
+            meanwhile()
+        self._await_events()
         return dict(stats)
 
     def digests(
@@ -80,17 +92,17 @@ class Exchange:
             out.append((peer, torch.empty(len(links), dtype=torch.int64, device=device)))
             flight.add(False, out[-1][1], peer, self._group, "digests")
         self._start(flight)
-        self._wait(flight)
+        self._wait(flight, on_host=True)
         return [(peer, values.cpu()) for peer, values in out]
 
-    def await_stream(self, what: str) -> None:
-        """Waits for the current CUDA stream, at most the time-out."""
-        done = torch.cuda.Event()
-        done.record()
+    def _await_events(self) -> None:
+        # NCCL works only order streams; here the host waits for them, so that a lost rank is noticed and named.
         deadline = time.monotonic() + self._timeout_s
-        while not done.query():
-            if time.monotonic() > deadline:
-                raise RunError(f"{what} did not finish within {self._timeout_s:g} s")
+        for event, label in self._events:
+            while not event.query():
+                if time.monotonic() > deadline:
+                    raise RunError(f"{label} did not finish within {self._timeout_s:g} s")
+        self._events.clear()
 
     def _headers(
         self, r: Round, snapshot: Snapshot | None, changed: Mapping[str, Tensor] | None
@@ -119,7 +131,7 @@ class Exchange:
             outgoing = [(slot, DENSE, None) for slot in r.sends]
             incoming = [(slot, DENSE) for slot in r.receives]
         else:
-            self._wait(headers[0])
+            self._wait(headers[0], on_host=True)
             outgoing = headers[1]
             counts = {peer: iter(values.tolist()) for peer, values in headers[2].items()}
             incoming = [(slot, next(counts[slot.peer])) for slot in r.receives]
@@ -164,7 +176,7 @@ class Exchange:
         except Exception as error:
             raise RunError(f"one of {', '.join(flight.labels[:8])} could not start: {one_line(error)}") from error
 
-    def _wait(self, flight: _Flight) -> None:
+    def _wait(self, flight: _Flight, on_host: bool = False) -> None:
         deadline = time.monotonic() + self._timeout_s
         labels = [", ".join(flight.labels[:3])] if self._nccl else flight.labels  # NCCL makes one work of them all
         for work, label in zip(flight.works, labels, strict=False):
@@ -176,7 +188,10 @@ class Exchange:
             except Exception as error:
                 raise RunError(f"{label} failed (time-out {self._timeout_s:g} s): {one_line(error)}") from error
         if self._nccl and flight.works:
-            self.await_stream(labels[0])
+            self._events.append((torch.cuda.Event(), labels[0]))
+            self._events[-1][0].record()
+            if on_host:
+                self._await_events()
 
 
 def one_line(error: Exception) -> str:
@@ -187,7 +202,7 @@ def one_line(error: Exception) -> str:
 
 def _encode(slot: Slot, snapshot: Snapshot | None, changed: Mapping[str, Tensor] | None) -> tuple[int, Tensor | None]:
     slot.pack()
-    mask = mask_flat(changed, slot.pieces) if changed is not None else None
-    if mask is None and snapshot is not None:
-        mask = changes(slot.flat, snapshot.flat(slot.pieces, slot.flat.device))
-    return (DENSE, None) if mask is None else encode(slot.flat, mask)
+    index = masked(changed, slot.pieces) if changed is not None else None
+    if index is None and snapshot is not None:
+        index = changes(slot.flat, snapshot.flat(slot.pieces, slot.flat.device))
+    return (DENSE, None) if index is None else encode(slot.flat, index)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -13,23 +13,15 @@ from torch import Tensor
 
 from hpc_rl.errors import RunError, UserError
 from hpc_rl.reshard.agreement import Agreement
-from hpc_rl.reshard.digest import digests, same_bits
+from hpc_rl.reshard.digest import differing, digests
 from hpc_rl.reshard.exchange import Exchange, one_line
 from hpc_rl.reshard.incremental import Snapshot
-from hpc_rl.reshard.messages import local_copies, share_bytes
+from hpc_rl.reshard.messages import cut_for, local_copies, share_bytes
 from hpc_rl.reshard.plan import Link, RankPlan
 from hpc_rl.reshard.slots import LocalCopies, Round, bind_buckets, make_rounds, wire_of
 from hpc_rl.tensors.shardmap import view
 
 Work = tuple[LocalCopies, list[Round]]
-
-
-class _Bound(NamedTuple):
-    """The plan bound to tensors that live in ``storages``."""
-
-    storages: tuple[int, ...]
-    everything: Work
-    thawed: Work  # without the frozen tensors
 
 
 class Resharder:
@@ -76,8 +68,10 @@ class Resharder:
             store = dist.distributed_c10d._get_default_store()
         self._agreement = Agreement(store, name, plan.rank, plan.num_ranks, timeout_s)
         self._exchange = Exchange(plan.rank, group, timeout_s)
-        self._bound: _Bound | None = None
-        self._bind()
+        self._works: dict[tuple[frozenset[str], bool], Work] = {}  # without which tensors, for a delta
+        self._storages: tuple[int, ...] = ()
+        self._buckets: list[Tensor] = []
+        self._work(frozenset(), False)
 
     def sync(self, version: int, changed: Mapping[str, Tensor] | None = None) -> dict[str, Any]:
         """Makes the targets equal to the sources.
@@ -100,12 +94,11 @@ class Resharder:
         self._agreement.meet(f"{version}, {'delta' if delta else 'dense'}", "version")
         first, self.version = self.version is None, None
         with self._all_fail_together(f"sync of version {version}"):
-            bound = self._bind()
-            copies, rounds = bound.everything if first else bound.thawed
-            copies.run()
-            metrics = self._exchange.run(rounds, delta, self._snapshot, changed)
+            copies, rounds = self._work(frozenset() if first else self._frozen, delta)
+            metrics = self._exchange.run(rounds, copies.run, delta, self._snapshot, changed)
             self._take_snapshot()
-            self._synchronize()
+            if self._device.type == "cuda":
+                torch.cuda.current_stream().synchronize()
         seconds, seconds_verify = time.perf_counter() - begin, 0.0
         if self._verify == "always" or (self._verify == "first" and first):
             seconds_verify = self.verify()
@@ -122,17 +115,14 @@ class Resharder:
         """
         begin = time.perf_counter()
         with self._all_fail_together("verification"):
-            self._bind()
-            for link in self.plan.local:
-                ours, theirs = view(link.target, self._tensor(False, link)), view(link.source, self._tensor(True, link))
-                if not same_bits(ours, theirs, wire_of(link)):
-                    raise RunError(_differs(link, self.plan.rank))
+            local = self.plan.local
+            wrong = differing([(self._view(x, True), self._view(x, False), wire_of(x)) for x in local])
+            _raise_if(wrong, local, self.plan.rank)
             sent = [(peer, self._digests(links, True)) for peer, links in self.plan.sends]
+            receives = dict(self.plan.receives)
             for peer, theirs in self._exchange.digests(sent, self.plan.receives):
-                links = dict(self.plan.receives)[peer]
-                wrong = (theirs != self._digests(links, False)).nonzero().view(-1).tolist()
-                if wrong:
-                    raise RunError(_differs(links[wrong[0]], peer) + f" ({len(wrong)} of {len(links)} boxes differ)")
+                ours = self._digests(receives[peer], False)
+                _raise_if((theirs != ours).nonzero().view(-1).tolist(), receives[peer], peer)
         self._agreement.meet("compared", "state")
         return time.perf_counter() - begin
 
@@ -142,23 +132,26 @@ class Resharder:
 
     def forget_views(self) -> None:
         """Lets go of all tensor memory but the snapshot; the next sync takes it up again."""
-        self._bound = None
+        self._works.clear()
+        self._buckets = []
 
-    def _bind(self) -> _Bound:
+    def _work(self, without: frozenset[str], delta: bool) -> Work:
         # Views stay right as long as each tensor keeps its storage; an engine that swaps it gets new views.
         tensors = (*self._sources.values(), *self._targets.values())
         storages = tuple(int(x) for t in tensors for x in (t.untyped_storage()._cdata, t.storage_offset()))
-        if self._bound is None or self._bound.storages != storages:
-            everything = self._build(frozenset())
-            thawed = self._build(self._frozen) if self._frozen else everything
-            size = max((r.staging_bytes for r in (*everything[1], *thawed[1])), default=0)
-            buckets = [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(2 if size else 0)]
-            bind_buckets(everything[1], buckets)
-            bind_buckets(thawed[1], buckets)
-            self._bound = _Bound(storages, everything, thawed)
-        return self._bound
+        if storages != self._storages:
+            self._works.clear()
+            self._storages = storages
+        if (without, delta) not in self._works:
+            self._works[without, delta] = self._build(without, delta)
+            size = max((r.staging_bytes for _, rounds in self._works.values() for r in rounds), default=0)
+            if size and (not self._buckets or self._buckets[0].numel() < size):
+                self._buckets = [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(2)]
+            for _, rounds in self._works.values():
+                bind_buckets(rounds, self._buckets)
+        return self._works[without, delta]
 
-    def _build(self, without: frozenset[str]) -> Work:
+    def _build(self, without: frozenset[str], delta: bool) -> Work:
         plan = self.plan
         sources = {k: t.detach() for k, t in self._sources.items()}
         targets = {k: t.detach() for k, t in self._targets.items()}
@@ -166,7 +159,7 @@ class Resharder:
             [(peer, [x for x in links if x.name not in without]) for peer, links in pairs]
             for pairs in (plan.sends, plan.receives)
         )
-        rounds = make_rounds(sends, receives, self._share, sources, targets)
+        rounds = make_rounds(sends, receives, cut_for(self._device.type, delta, self._share), sources, targets)
         copies = local_copies([x for x in plan.local if x.name not in without])
         return LocalCopies(copies, sources, targets), rounds
 
@@ -179,16 +172,16 @@ class Resharder:
             wires = {x.source.local: wire_of(x) for _, links in self.plan.sends for x in links}
             self._snapshot.take({k: t.detach() for k, t in self._sources.items()}, wires)
 
-    def _tensor(self, source: bool, link: Link) -> Tensor:
-        return (self._sources[link.source.local] if source else self._targets[link.target.local]).detach()
+    def _view(self, link: Link, source: bool) -> Tensor:
+        piece, tensors = (link.source, self._sources) if source else (link.target, self._targets)
+        out: Tensor = view(piece, tensors[piece.local].detach())
+        return out
 
     def _digests(self, links: tuple[Link, ...], source: bool) -> Tensor:
         out = torch.zeros(len(links), dtype=torch.int64)
         for wire in {wire_of(x) for x in links}:
             where = [i for i, x in enumerate(links) if wire_of(x) == wire]
-            pieces = [links[i].source if source else links[i].target for i in where]
-            views = [view(p, self._tensor(source, links[i])) for p, i in zip(pieces, where, strict=True)]
-            out[where] = digests(views, wire)
+            out[where] = digests([self._view(links[i], source) for i in where], wire)
         return out
 
     @contextmanager
@@ -200,13 +193,14 @@ class Resharder:
             text = one_line(error) if isinstance(error, RunError) else f"{type(error).__name__}: {one_line(error)}"
             self._agreement.fail_next(f"rank {self.plan.rank}: {what}: {text}")
 
-    def _synchronize(self) -> None:
-        if self._device.type == "cuda":
-            self._exchange.await_stream("the copies")
 
-
-def _differs(link: Link, source: int) -> str:
-    return f"{link.name} in {link.target.local} differs from {link.source.local} of rank {source}"
+def _raise_if(wrong: list[int], links: Sequence[Link], source: int) -> None:
+    if wrong:
+        link = links[wrong[0]]
+        raise RunError(
+            f"{link.name} in {link.target.local} differs from {link.source.local} of rank {source} "
+            f"({len(wrong)} of {len(links)} boxes differ)"
+        )
 
 
 def _check_tensors(plan: RankPlan, sources: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> None:

@@ -10,8 +10,27 @@ from hpc_rl.reshard.plan import Link
 from hpc_rl.tensors.dtypes import ITEM_BYTES
 from hpc_rl.tensors.shardmap import Piece, crop
 
-ALONE_BYTES = 256 << 10  # a box of at least this size is a message of its own, which may need no staging copy
 MIN_SHARE_BYTES = 1 << 10
+
+
+class Cut(NamedTuple):
+    """How a pair's boxes become messages; the same on all ranks.
+
+    ``share``: bytes of staging that a pair may use in a round. ``message``: bytes of the largest message. ``alone``: a
+    box of at least so many bytes is a message of its own, which needs no staging where it is one run.
+    """
+
+    share: int
+    message: int
+    alone: int
+
+
+def cut_for(device: str, delta: bool, share: int) -> Cut:
+    """The cut that suits a device: copying is what costs on a CPU, the number of operations on a GPU."""
+    if device != "cpu":
+        return Cut(share, share, 1 << 62)
+    # A delta is one decision, dense, sparse or skipped, for each message, and its work fits the caches better in parts.
+    return Cut(share, min(share, 16 << 20), 1 << 62) if delta else Cut(share, share, 256 << 10)
 
 
 class Message(NamedTuple):
@@ -36,13 +55,13 @@ def share_bytes(bucket_bytes: int, max_peers: int) -> int:
     return share
 
 
-def rounds_of(links: Sequence[Link], share: int) -> list[list[Message]]:
-    """The messages of one pair, round by round, each round of at most ``share`` bytes of staging."""
+def rounds_of(links: Sequence[Link], cut: Cut) -> list[list[Message]]:
+    """The messages of one pair, round by round, each round of at most ``cut.share`` bytes of staging."""
     rounds: list[list[Message]] = [[]]
     used = 0
-    for message in _messages(links, share):
+    for message in _messages(links, cut):
         size = aligned(message.nbytes)
-        if used + size > share and rounds[-1]:
+        if used + size > cut.share and rounds[-1]:
             rounds.append([])
             used = 0
         rounds[-1].append(message)
@@ -55,7 +74,7 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // 8) * 8
 
 
-def _messages(links: Sequence[Link], share: int) -> list[Message]:
+def _messages(links: Sequence[Link], cut: Cut) -> list[Message]:
     out: list[Message] = []
     run: list[Link] = []
     size = 0
@@ -67,11 +86,11 @@ def _messages(links: Sequence[Link], share: int) -> list[Message]:
         run, size = [], 0
 
     for link in sorted(links, key=lambda x: x.dtypes):  # stable; a message has one dtype on the wire
-        for part in split(link, share):
-            if part.nbytes >= ALONE_BYTES:
+        for part in split(link, cut.message):
+            if part.nbytes >= cut.alone:
                 out.append(Message((part,), part.nbytes))
                 continue
-            if run and (run[-1].dtypes != part.dtypes or size + part.nbytes > share):
+            if run and (run[-1].dtypes != part.dtypes or size + part.nbytes > cut.message):
                 close()
             run.append(part)
             size += part.nbytes

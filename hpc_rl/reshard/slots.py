@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from hpc_rl.reshard.messages import Copy, Message, aligned, num_elements, rounds_of
+from hpc_rl.reshard.messages import Copy, Cut, Message, aligned, num_elements, rounds_of
 from hpc_rl.reshard.plan import Link
 from hpc_rl.tensors.shardmap import Piece, view
 
@@ -70,16 +70,16 @@ def wire_of(link: Link) -> torch.dtype:
 def make_rounds(
     sends: Sequence[tuple[int, Sequence[Link]]],
     receives: Sequence[tuple[int, Sequence[Link]]],
-    share: int,
+    cut: Cut,
     sources: Mapping[str, Tensor],
     targets: Mapping[str, Tensor],
 ) -> list[Round]:
-    """All messages of this rank, bound to its tensors; ``share``: bytes of staging per pair and round."""
+    """All messages of this rank, with views of its tensors."""
     out: list[Round] = []
     for pairs, outgoing in ((sends, True), (receives, False)):
         tensors = sources if outgoing else targets
         for peer, links in pairs:
-            for number, messages in enumerate(rounds_of(links, share)):
+            for number, messages in enumerate(rounds_of(links, cut)):
                 while len(out) <= number:
                     out.append(Round([], []))
                 slots = [_slot(peer, m, tensors, outgoing) for m in messages]
@@ -108,24 +108,34 @@ def _slot(peer: int, message: Message, tensors: Mapping[str, Tensor], outgoing: 
     return Slot(peer, message, pieces, [view(p, tensors[p.local]) for p in pieces], direct)
 
 
+_LARGE_BYTES = 16 << 20  # from here on a copy of its own is faster on a GPU than a share of a multi-tensor one
+
+
 class LocalCopies:
-    """Copies within this rank, as few launches as the device allows."""
+    """Copies within this rank, in as few launches as are fast."""
 
     def __init__(self, copies: Sequence[Copy], sources: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> None:
-        groups: dict[tuple[torch.dtype, torch.dtype, bool], tuple[list[Tensor], list[Tensor]]] = {}
         self.nbytes = 0
+        self._single: list[tuple[Tensor, Tensor]] = []
+        groups: dict[tuple[torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
         for c in copies:
             source = _strided(sources[c.source], c.shape, c.source_strides, c.source_offset)
             target = _strided(targets[c.target], c.shape, c.target_strides, c.target_offset)
-            # Runs first and apart from strided boxes: one such box makes torch copy a whole list one by one.
-            into, out_of = groups.setdefault((source.dtype, target.dtype, len(c.shape) > 1), ([], []))
-            into.append(target)
-            out_of.append(source)
-            self.nbytes += target.numel() * min(target.element_size(), source.element_size())
+            nbytes = target.numel() * min(target.element_size(), source.element_size())
+            self.nbytes += nbytes
+            # A strided box would make torch copy a whole list one by one.
+            if len(c.shape) > 1 or (nbytes >= _LARGE_BYTES and source.dtype == target.dtype):
+                self._single.append((target, source))
+            else:
+                into, out_of = groups.setdefault((source.dtype, target.dtype), ([], []))
+                into.append(target)
+                out_of.append(source)
         self._groups = list(groups.values())
 
     def run(self) -> None:
         """Does them, in order of the current stream."""
+        for target, source in self._single:
+            target.copy_(source, non_blocking=True)
         for into, out_of in self._groups:
             torch._foreach_copy_(into, out_of)
 

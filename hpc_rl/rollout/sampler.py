@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Callable, Mapping, Sequence
-from itertools import chain, pairwise
+from collections.abc import Sequence
+from itertools import chain
 
 import torch
 
@@ -93,32 +93,3 @@ def sort_batch(batch: Batch) -> Batch:
     """The same sequences by (group, sample), such as those that several replicas sampled."""
     by_sample = torch.argsort(batch["sample_ids"], stable=True)
     return batch.select(by_sample[torch.argsort(batch["group_ids"][by_sample], stable=True)])
-
-
-def batch_to_samples(
-    batch: Batch, requests: Mapping[tuple[int, int], Request], decode: Callable[[Sequence[int]], str]
-) -> list[Sample]:
-    """Samples again, out of a batch that ``samples_to_batch`` made (a journal of rollouts); inverse up to ``seconds``.
-
-    Args:
-        batch: with the arrays of ``samples_to_batch``.
-        requests: by (group id, sample id), at least those of the batch.
-        decode: response ids -> text, without special tokens.
-    """
-    samples: list[Sample] = []
-    bounds = batch.cu_seqlens.tolist()
-    for index, (begin, end) in enumerate(pairwise(bounds)):
-        mask = batch["response_mask"][begin:end]
-        response_ids = tuple(batch["input_ids"][begin:end][mask].tolist())
-        samples.append(
-            Sample(
-                request=requests[int(batch["group_ids"][index]), int(batch["sample_ids"][index])],
-                response_ids=response_ids,
-                log_probs=tuple(batch["rollout_log_probs"][begin:end][mask].tolist()),
-                finished=bool(batch["finished"][index]),
-                version=int(batch["versions"][index]),
-                text=decode(response_ids),
-                seconds=0.0,
-            )
-        )
-    return samples

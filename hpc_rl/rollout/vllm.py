@@ -41,8 +41,6 @@ class VLLMEngine:
     ``shard_map()``, followed by ``set_version``. Log-probs of samples are those of log_softmax(logits / temperature)
     over the whole vocabulary, also when top_p or top_k restrict what can be sampled.
 
-    ``replica`` of ``num_replicas`` is the one that this rank belongs to; ``is_leader`` is true on one rank of each.
-
     Args:
         model_dir: directory with ``config.json``; weights in it are not read.
         config: sampling and memory.
@@ -69,13 +67,12 @@ class VLLMEngine:
         device: str,
         tokenizer: Any = None,
     ) -> None:
-        rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        world_size = dist.get_world_size() if dist.is_initialized() else 1
         if world_size % tp:
             raise UserError(f"rollout.tp={tp} does not divide the world size {world_size}: set rollout.tp to a divisor")
         if config.stop and tokenizer is None:
             raise UserError(f"rollout.stop={config.stop} needs a tokenizer: set model.tokenizer")
         self.config, self.device, self.tokenizer, self.max_model_len = config, device, tokenizer, max_model_len
-        self.replica, self.num_replicas, self.is_leader = rank // tp, world_size // tp, rank % tp == 0
         self.version = -1
         self.stop_token_ids = stop_token_ids(model_dir, tokenizer)
         self._stop_strings = StopStrings(config.stop, tokenizer)

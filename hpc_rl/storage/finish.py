@@ -8,7 +8,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +54,7 @@ def mark(files: Files, partial: Path, rank: int, content: bytes, suffix: str) ->
     files.rename(temporary, directory / f"rank_{rank:05d}.{suffix}")
 
 
-def wait_reports(
-    partial: Path, world_size: int, deadline_s: float, aborted: Callable[[], bool]
-) -> dict[int, Report]:
+def wait_reports(partial: Path, world_size: int, deadline_s: float, aborted: Callable[[], bool]) -> dict[int, Report]:
     """Every rank's report. Raises RunError when a rank failed, when ``aborted``, or at the deadline."""
     reports: dict[int, Report] = {}
     start, pause = time.monotonic(), 0.002
@@ -81,7 +79,7 @@ def wait_reports(
 def finish(
     files: Files, partial: Path, final: Path, step: int, whole: Whole, job: Finish, aborted: Callable[[], bool]
 ) -> None:
-    """Makes the checkpoint whole and gives it its final name; prunes what the policy lets go."""
+    """Makes the checkpoint whole and gives it its final name."""
     reports = wait_reports(partial, len(whole.members), job.deadline_s, aborted)
     image = index.build(whole.specs, whole.members, reports, whole.layouts, job.page_bytes)
     write_file(files, partial / "index.h5", image)
@@ -89,12 +87,11 @@ def finish(
     remove_tree(files, partial / MARKERS)
     for directory in sorted({(partial / name).parent.parent for name in entries} - {partial.parent}, reverse=True):
         files.fsync_dir(directory)
-    created = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    created = datetime.now(UTC).isoformat(timespec="seconds")
     content = Manifest(step, len(whole.members), created, entries, job.extra, job.metrics)
     write_file(files, partial / "manifest.json", manifest.encode(content))
     files.fsync_dir(partial)
     publish(files, partial, final, step)
-    prune(files, final.parent, job)
 
 
 def shard_entries(members: Sequence[Member], reports: Mapping[int, Report]) -> dict[str, Entry]:
@@ -114,14 +111,37 @@ def publish(files: Files, partial: Path, final: Path, step: int) -> None:
     root = final.parent
     for later, path in manifest.complete(root):
         if later > step:
-            files.rename(path, root / f"checkpoint_{later}_superseded_{uuid.uuid4().hex[:6]}")
-    if final.exists():
-        files.exchange(partial, final)
+            set_aside(files, path)
+    if final.exists() and files.exchange(partial, final):
         files.fsync_dir(root)
         remove_tree(files, partial)
-    else:
-        files.rename(partial, final)
-        files.fsync_dir(root)
+        return
+    if final.exists():
+        set_aside(files, final)
+    files.rename(partial, final)
+    files.fsync_dir(root)
+
+
+def set_aside(files: Files, path: Path) -> None:
+    """Takes a whole checkpoint out of the line of the run without removing it."""
+    files.rename(path, path.with_name(f"{path.name.removesuffix('_complete')}_superseded_{uuid.uuid4().hex[:6]}"))
+
+
+def partial_name(step: int, run: str, serial: int) -> str:
+    """Directory name of an unfinished checkpoint: the serial'th save of a run's process."""
+    return f"checkpoint_{step}_partial_{run}_{serial}"
+
+
+def sweep(files: Files, root: Path, current: Path) -> None:
+    """Removes what killed saves left behind: every partial directory but ``current`` and those begun after it.
+
+    Only the holder of the run's lock may call this.
+    """
+    run, _, serial = current.name.partition("_partial_")[2].rpartition("_")
+    for path in sorted(root.glob("checkpoint_*_partial_*")):
+        other_run, _, other_serial = path.name.partition("_partial_")[2].rpartition("_")
+        if other_run != run or int(other_serial) < int(serial):
+            remove_tree(files, path)
 
 
 def prune(files: Files, root: Path, job: Finish) -> None:
@@ -133,13 +153,6 @@ def prune(files: Files, root: Path, job: Finish) -> None:
         except UserError:
             continue  # damaged: neither counted nor removed
     for step in manifest.to_prune(known, job.keep_last, job.keep_every, job.keep_best):
-        trash = root / f"checkpoint_{step}_partial_trash"
+        trash = root / partial_name(step, "trash", 0)
         files.rename(root / manifest.complete_name(step), trash)
         remove_tree(files, trash)
-
-
-def sweep(files: Files, root: Path, keep: Path) -> None:
-    """Removes what killed saves left behind. Only the holder of the run's lock may call this."""
-    for path in sorted(root.glob("checkpoint_*_partial_*")):
-        if path != keep:
-            remove_tree(files, path)

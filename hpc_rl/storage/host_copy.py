@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -13,6 +14,8 @@ from hpc_rl.storage.restore import Copy
 from hpc_rl.storage.shards import WRITE_BYTES, Member
 from hpc_rl.storage.tensor_io import itemsize
 from hpc_rl.tensors.shardmap import Piece, ShardMap, crop, view
+
+COPY_THREADS = 2  # one rarely fills the memory bandwidth; more would take cores from other ranks of the node
 
 
 class Sources:
@@ -32,33 +35,77 @@ class Sources:
                 for p, n, s, m in zip(piece.start, piece.shape, extent.start, extent.shape, strict=True)
             )
             if inside:
-                assert str(tensor.dtype) == f"torch.{extent.dtype}", f"{extent.name} is {tensor.dtype}, not {extent.dtype}"
+                dtype = str(tensor.dtype).removeprefix("torch.")
+                assert dtype == extent.dtype, f"{extent.name} is {dtype}, not {extent.dtype}"
                 return view(crop(piece, extent.start, extent.shape), tensor)
         raise AssertionError(f"{extent.name}: no local tensor holds {extent.start} + {extent.shape}")
 
 
-def fill(buffer: Tensor, member: Member, sources: Sources, state: bytes, filled: Callable[[int], None]) -> None:
+def fill(
+    buffer: Tensor, member: Member, sources: Sources, state: bytes, filled: Callable[[int], None],
+    ready: torch.cuda.Event | None = None,
+) -> None:  # fmt: skip
     """Copies all that a rank writes to its host buffer; ``filled(n)`` as the first n bytes of it get there.
 
-    Copies from a GPU are queued on the current stream and announced once, when all are done.
+    Host copies run in threads. Copies from a GPU start after ``ready`` and are announced once, when all are done.
     """
+    try:
+        copy_all(buffer, member, sources, state, filled, ready)
+    except BaseException:
+        filled(-1)  # the writer gives this save up
+        raise
+
+
+def copy_all(
+    buffer: Tensor, member: Member, sources: Sources, state: bytes, filled: Callable[[int], None],
+    ready: torch.cuda.Event | None,
+) -> None:  # fmt: skip
+    """See `fill`."""
     begin_of = {region.dataset.split("/")[1]: region.offset for region in member.regions()}
-    announced, on_gpu = 0, False
-    for extent in member.extents:
-        begin = begin_of[extent.dtype] + extent.begin * itemsize(extent.dtype)
-        source = sources.view(extent)
-        target = buffer[begin : begin + extent.nbytes].view(source.dtype).view(extent.shape)
-        target.copy_(source, non_blocking=True)
-        on_gpu = on_gpu or source.is_cuda
-        if not on_gpu and begin + extent.nbytes - announced >= WRITE_BYTES:
-            announced = begin + extent.nbytes
-            filled(announced)
     if state:
         begin = begin_of["state"]
         buffer[begin : begin + len(state)] = torch.frombuffer(bytearray(state), dtype=torch.uint8)
-    if on_gpu:
-        torch.cuda.current_stream().synchronize()
+    pairs = []
+    for extent in member.extents:
+        begin = begin_of[extent.dtype] + extent.begin * itemsize(extent.dtype)
+        source = sources.view(extent)
+        pairs.append((buffer[begin : begin + extent.nbytes].view(source.dtype).view(extent.shape), source))
+    device = next((source.device for _, source in pairs if source.is_cuda), None)
+    if device is not None:
+        copy_from_gpu(pairs, device, ready)
+    else:
+        copy_in_order(pairs, lambda target: filled(target.data_ptr() + target.nbytes - buffer.data_ptr()))
     filled(buffer.numel())
+
+
+def copy_from_gpu(pairs: list[tuple[Tensor, Tensor]], device: torch.device, ready: torch.cuda.Event | None) -> None:
+    """Copies on a stream of its own, after ``ready``; returns when all is in host memory."""
+    with torch.cuda.device(device):
+        stream = torch.cuda.Stream()
+        if ready is not None:
+            stream.wait_event(ready)
+        with torch.cuda.stream(stream):
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
+        stream.synchronize()
+
+
+def copy_in_order(pairs: list[tuple[Tensor, Tensor]], done: Callable[[Tensor], None]) -> None:
+    """Copies in threads (without the interpreter lock); ``done(target)`` about every 32 MiB: all up to it is there."""
+    groups: list[list[tuple[Tensor, Tensor]]] = [[]]
+    for pair in pairs:
+        if sum(target.nbytes for target, _ in groups[-1]) >= WRITE_BYTES:
+            groups.append([])
+        groups[-1].append(pair)
+
+    def copy(group: list[tuple[Tensor, Tensor]]) -> None:
+        for target, source in group:
+            target.copy_(source)
+
+    with ThreadPoolExecutor(COPY_THREADS) as pool:
+        for group, _ in zip(groups, pool.map(copy, groups), strict=True):
+            if group:
+                done(group[-1][0])
 
 
 def fill_local(copy: Copy, data: memoryview, dtype: str, tensors: Mapping[str, Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""index.h5: every canonical tensor whole, as a virtual dataset over the shards, and the table that our own reader uses."""
+"""index.h5: each canonical tensor whole, as a virtual dataset over the shards, and the table for our own reader."""
 
 from __future__ import annotations
 
@@ -132,8 +132,8 @@ def add_virtual(file: h5py.File, specs: Mapping[str, TensorSpec], members: Seque
         h5py.Dataset(dataset).attrs["dtype"] = spec.dtype
 
 
-def read(image: io.BytesIO, path: Path) -> Index:
-    """The table in the bytes of ``index.h5``. Raises UserError where they cannot be read (``path`` is for the message)."""
+def read(image: io.BytesIO, path: str | Path = "index.h5") -> Index:
+    """The table in the bytes of ``index.h5``; ``path`` is for the message. Raises UserError if unreadable."""
     try:
         with h5py.File(image, "r") as file:
             group = file[TABLE]

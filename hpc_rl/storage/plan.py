@@ -16,6 +16,8 @@ from hpc_rl.tensors.shardmap import ShardMap, TensorSpec
 MAX_EXTENT_BYTES = 32 << 20  # unit of digest, of reading and of balance
 MIN_EXTENT_BYTES = 256 << 10
 
+RESERVED = ("state", "_layout")  # names in index.h5 that are no component's
+
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # start, shape
 
 
@@ -29,7 +31,7 @@ class Holding:
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """A box written by one rank in one stretch, row-major. ``begin``: its first element in the rank's dataset of ``dtype``."""
+    """A box that one rank writes in one stretch, row-major, from element ``begin`` of its dataset of ``dtype`` on."""
 
     name: str
     start: tuple[int, ...]
@@ -48,7 +50,7 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """One HDF5 dataset of one rank: ``nbytes`` (a multiple of 4096, so padded) from ``offset`` on in its host buffer."""
+    """One HDF5 dataset of one rank: ``nbytes`` (padded to 4096) from ``offset`` on in its host buffer."""
 
     dataset: str
     dtype: str
@@ -69,6 +71,7 @@ def holding(maps: Mapping[str, ShardMap]) -> Holding:
     specs: dict[str, TensorSpec] = {}
     boxes: dict[str, dict[Box, None]] = defaultdict(dict)
     for component, shard_map in maps.items():
+        assert component not in RESERVED, f"a component may not be called {component}"
         for name, spec in shard_map.specs.items():
             specs[full_name(component, name)] = spec
         for piece in shard_map.pieces:
@@ -160,9 +163,7 @@ def subtract(box: Box, other: Box) -> list[Box]:
     for dim, (low, size) in enumerate(zip(*other, strict=True)):
         for begin, end in ((start[dim], low), (low + size, start[dim] + shape[dim])):
             if begin < end:
-                out.append(
-                    ((*start[:dim], begin, *start[dim + 1 :]), (*shape[:dim], end - begin, *shape[dim + 1 :]))
-                )
+                out.append(((*start[:dim], begin, *start[dim + 1 :]), (*shape[:dim], end - begin, *shape[dim + 1 :])))
         begin, end = max(start[dim], low), min(start[dim] + shape[dim], low + size)
         start[dim], shape[dim] = begin, end - begin
     return out

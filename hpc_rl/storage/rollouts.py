@@ -19,11 +19,21 @@ from h5py import h5s
 
 from hpc_rl.errors import UserError
 from hpc_rl.storage.files import Files
-from hpc_rl.storage.rollout_reader import ROW, TOKENS, RolloutFile, read_file, record_digest, rollout_file
+from hpc_rl.storage.rollout_reader import (
+    ROW,
+    TOKENS,
+    RolloutFile,
+    RolloutReader,
+    finished_samples,
+    read_file,
+    record_digest,
+    rollout_file,
+)
 
 if TYPE_CHECKING:
     from hpc_rl.rollout.protocol import Sample
 
+__all__ = ["RolloutReader", "RolloutWriter", "add_fields", "finished_samples"]
 logger = logging.getLogger(__name__)
 CHUNK = 16384  # elements
 
@@ -93,7 +103,7 @@ class Journal:
 
 
 class RolloutWriter:
-    """Appends one rank's finished sequences. ``key``: what the rollouts depend on (weights, sampling); see `finished_samples`."""
+    """Appends one rank's finished sequences. ``key``: what they depend on (weights, sampling)."""
 
     def __init__(self, run_dir: str | Path, step: int, rank: int, key: str = "") -> None:
         self.path = rollout_file(run_dir, step, rank)
@@ -162,8 +172,11 @@ def add_fields(
 ) -> None:  # fmt: skip
     """Adds per-token arrays to the journals of a finished step, ``cu_seqlens`` and ``response_mask`` too.
 
-    Args: keys: (prompt id, sample id) of each sequence of the whole batch; cu_seqlens: int64 [B + 1]; tokens: name -> [N].
     Each rank treats every world_size'th file.
+
+    Args:
+        keys: (prompt id, sample id) of each sequence of the whole batch.
+        cu_seqlens: int64 [B + 1]. tokens: name -> [N].
     """
     place = {key: i for i, key in enumerate(keys)}
     for path in sorted(rollout_file(run_dir, step, 0).parent.glob("rank_*.h5"))[rank::world_size]:

@@ -118,7 +118,7 @@ class SparseFile(io.RawIOBase):
 
 
 def skeleton(members: Sequence[Member], alignment_bytes: int) -> Skeleton:
-    """The shard file of ``members``, the same bytes on each of them. Datasets begin at multiples of ``alignment_bytes``."""
+    """The shard file of ``members``, the same on each of them; datasets begin at multiples of ``alignment_bytes``."""
     sparse = SparseFile()
     offsets: dict[str, int] = {}
     with h5py.File(
@@ -225,8 +225,9 @@ def write_skeleton(files: Files, path: Path, frame: Skeleton) -> None:
 
 
 def write_data(
-    files: Files, fd: int, member: Member, offsets: dict[str, int], buffer: memoryview, wait_filled: Callable[[int], None]
-) -> list[bytes]:
+    files: Files, fd: int, member: Member, offsets: dict[str, int], buffer: memoryview,
+    wait_filled: Callable[[int], None],
+) -> list[bytes]:  # fmt: skip
     """The blocks of all regions, two in flight while the digests of their extents are taken. Returns the digests."""
     digests: list[bytes] = []
     begin_of = {region.dataset.split("/")[1]: region.offset for region in member.regions()}

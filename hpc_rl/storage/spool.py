@@ -7,13 +7,14 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 
 import torch
 from torch import Tensor
 
 from hpc_rl.storage.finish import Whole
-from hpc_rl.storage.writer import Job
+from hpc_rl.storage.writer import Ended, Filled, Job
 
 _WRITER = "from hpc_rl.storage.writer import main; main()"  # not -m: pickled jobs name the module
 
@@ -46,7 +47,7 @@ class HostBuffer:
 
 
 class Spool:
-    """One writer process and at most one job in it."""
+    """One writer process, and what became of the jobs handed to it."""
 
     def __init__(self) -> None:
         self.buffer = HostBuffer()
@@ -59,35 +60,52 @@ class Spool:
                 stdin=subprocess.DEVNULL,
             )
         self.pipe = Connection(ours.detach())
-        self.result: tuple[bool, str | None] = True, None  # of the last job: (ended, error)
+        self.staged: set[int] = set()  # jobs whose data has left the host buffer, by serial number
+        self.ended: dict[int, str | None] = {}  # job -> error
         self.dead: str | None = None
 
     def start(self, job: Job, whole: Whole | None) -> None:
         """Hands over a job; its data follows through the buffer, announced by `filled`."""
-        assert self.result[0], "one job at a time"
-        self.result = False, None
         if whole is not None:
             self._send(whole)
         self._send(job)
 
-    def filled(self, nbytes: int) -> None:
+    def filled(self, serial: int, nbytes: int) -> None:
         """The first ``nbytes`` of the buffer may be written; -1: give the job up."""
-        self._send(nbytes)
+        self._send(Filled(serial, nbytes))
 
-    def outcome(self, block: bool) -> tuple[bool, str | None]:
-        """(ended, error) of the last job; waits for its end if ``block``."""
-        if not self.result[0] and (block or self.dead or self.pipe.poll()):
-            try:
-                self.result = True, self.dead or self.pipe.recv()
-            except (EOFError, OSError):
-                self.result = True, self._gone()
-        return self.result
+    def outcome(self, serial: int, block: bool) -> tuple[bool, str | None]:
+        """(ended, error) of a job; waits for its end if ``block``."""
+        self._receive(lambda: serial in self.ended, block)
+        if self.dead:
+            return True, self.ended.get(serial) or self.dead
+        return serial in self.ended, self.ended.get(serial)
+
+    def wait_buffer(self, serial: int) -> None:
+        """Returns when a job no longer needs the host buffer."""
+        self._receive(lambda: serial in self.staged or serial in self.ended, block=True)
 
     def close(self) -> None:
-        """Ends the process. A job in progress is lost: wait for its outcome first."""
+        """Ends the process; it may still remove old checkpoints, but a job in progress is lost: wait for it first."""
         self.pipe.close()
-        self.process.wait()
+        try:
+            self.process.wait(60.0)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
         self.buffer.close()
+
+    def _receive(self, until: Callable[[], bool], block: bool) -> None:
+        while not self.dead and not until() and (block or self.pipe.poll()):
+            try:
+                message = self.pipe.recv()
+            except (EOFError, OSError):
+                self._gone()
+                continue
+            if isinstance(message, Ended):
+                self.ended[message.serial] = message.error
+            else:
+                self.staged.add(message.serial)
 
     def _send(self, message: object) -> None:
         if not self.dead:
@@ -96,6 +114,5 @@ class Spool:
             except OSError:
                 self._gone()
 
-    def _gone(self) -> str:
+    def _gone(self) -> None:
         self.dead = f"the checkpoint writer process died with exit code {self.process.wait()}"
-        return self.dead

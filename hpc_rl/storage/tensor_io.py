@@ -12,7 +12,8 @@ from h5py import h5t
 
 # canonical dtype -> numpy dtype of the same bits
 BITS = {
-    "float64": "<f8", "float32": "<f4", "float16": "<f2", "bfloat16": "<u2", "float8_e4m3fn": "|u1", "float8_e5m2": "|u1",
+    "float64": "<f8", "float32": "<f4", "float16": "<f2", "bfloat16": "<u2",
+    "float8_e4m3fn": "|u1", "float8_e5m2": "|u1",
     "int64": "<i8", "int32": "<i4", "int16": "<i2", "int8": "|i1", "uint8": "|u1", "bool": "|u1",
 }  # fmt: skip
 
@@ -51,8 +52,9 @@ def digest(data: Any) -> bytes:
 
 
 def pack(state: Mapping[str, bytes | np.ndarray[Any, Any]]) -> bytes:
-    """A rank's own values as bytes: a line of JSON (name -> [dtype or null, shape, bytes]), then their data in order."""
-    header, parts = {}, []
+    """A rank's own values as bytes: a line of JSON (name -> [dtype or null, shape, bytes]), then their data."""
+    header: dict[str, list[Any]] = {}
+    parts: list[bytes] = []
     for name, value in state.items():
         if isinstance(value, bytes):
             parts.append(value)

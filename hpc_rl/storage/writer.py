@@ -17,76 +17,183 @@ from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Condition, Thread
 
 from hpc_rl.storage.files import Files, remove_tree
-from hpc_rl.storage.finish import Finish, Whole, finish, mark, sweep
-from hpc_rl.storage.shards import Member, write_shard
+from hpc_rl.storage.finish import Finish, Whole, finish, mark, prune, sweep
+from hpc_rl.storage.shards import Member, Report, write_shard
+from hpc_rl.storage.stage import stage
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One save of one rank. ``members``: the ranks that share its shard file. ``finish``: on the finishing rank only."""
+    """One save of one rank. ``members``: the ranks that share its shard file. ``finish``: on the finishing rank only.
 
+    ``stage``: node-local directory that the shard goes to first; the host buffer is free once it is there.
+    """
+
+    serial: int  # of the save in this run: 0, 1, 2, ...
     step: int
     rank: int
     partial: Path
     final: Path
     file: str
     members: tuple[Member, ...]
-    buffer_bytes: int
     alignment_bytes: int
     direct: bool
+    stage: Path | None
     files: Files
     finish: Finish | None
+
+
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """The parent's progress: the first ``nbytes`` of the host buffer hold this job's state. -1: give the job up."""
+
+    serial: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """To the parent: the host buffer may be used again."""
+
+    serial: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """To the parent: the job is done (on the finishing rank: the checkpoint is whole), or failed."""
+
+    serial: int
+    error: str | None
 
 
 class ParentGone(BaseException):
     """The training process closed the pipe in the middle of a job."""
 
 
-class Feed:
-    """The parent's progress: how many bytes of the host buffer are there."""
+class Inbox(Thread):
+    """Receives in the background, so that progress and the next job arrive while one is written."""
 
     def __init__(self, pipe: Connection) -> None:
-        self.pipe, self.filled = pipe, 0
+        super().__init__(daemon=True)
+        self.pipe = pipe
+        self.jobs: SimpleQueue[Job | Whole | None] = SimpleQueue()
+        self.filled: dict[int, int] = {}
+        self.gone = False
+        self.news = Condition()
 
-    def wait(self, nbytes: int) -> None:
-        """Returns once the first ``nbytes`` of the buffer are filled."""
-        while self.filled < nbytes:
+    def run(self) -> None:
+        while not self.gone:
             try:
-                self.filled = self.pipe.recv()
-            except EOFError as error:
-                raise ParentGone from error
-            if self.filled < 0:
-                raise RuntimeError("the copy of the state to host memory failed")
+                message = self.pipe.recv()
+            except (EOFError, OSError):
+                message = None
+            if not isinstance(message, Filled):
+                self.jobs.put(message)
+            with self.news:
+                self.gone = message is None
+                if isinstance(message, Filled):
+                    self.filled[message.serial] = message.nbytes
+                self.news.notify_all()
 
-    def aborted(self) -> bool:
-        """Whether the parent wants this job to end. Raises ParentGone."""
-        while self.pipe.poll():
-            try:
-                if self.pipe.recv() == -1:
-                    return True
-            except EOFError as error:
-                raise ParentGone from error
-        return False
+    def wait_filled(self, serial: int, nbytes: int) -> None:
+        """Returns once the first ``nbytes`` of the buffer are there."""
+        with self.news:
+            self.news.wait_for(lambda: self.gone or not 0 <= self.filled.get(serial, 0) < nbytes)
+        if self.aborted(serial):
+            raise RuntimeError("the copy of the state to host memory failed")
+
+    def aborted(self, serial: int) -> bool:
+        """Whether the parent gave this job up."""
+        if self.gone:
+            raise ParentGone
+        return self.filled.get(serial, 0) < 0
 
 
-def run_job(job: Job, whole: Whole | None, buffer: memoryview, feed: Feed) -> None:
-    """Writes the shard and leaves its marker; the finishing rank then completes the checkpoint."""
-    try:
+class Writer:
+    """The jobs of one rank, one after the other."""
+
+    def __init__(self, pipe: Connection, memory_fd: int) -> None:
+        self.pipe, self.memory_fd = pipe, memory_fd
+        self.inbox = Inbox(pipe)
+        self.memory: mmap.mmap | None = None
+        self.whole: Whole | None = None
+
+    def serve(self) -> None:
+        """Until the parent closes the pipe."""
+        self.inbox.start()
+        while (message := self.inbox.jobs.get()) is not None:
+            if isinstance(message, Whole):
+                self.whole = message
+                continue
+            error = self.attempt(message)
+            with suppress(OSError):
+                self.pipe.send(Ended(message.serial, error))
+            if not error:
+                self.tidy(message)
+
+    def attempt(self, job: Job) -> str | None:
+        """Runs a job. Returns its error."""
+        try:
+            self.run_job(job)
+            return None
+        except Exception as error:
+            traceback.print_exc()
+            give_up(job, error)
+            return describe(error)
+
+    def run_job(self, job: Job) -> None:
+        """Writes the shard and leaves its marker; the finishing rank then completes the checkpoint."""
         job.files.makedirs(job.partial)
         if job.finish:
-            sweep(job.files, job.final.parent, keep=job.partial)
-        report = write_shard(
-            job.files, job.partial, job.file, job.members, job.rank, buffer, feed.wait, job.alignment_bytes, job.direct
-        )
+            sweep(job.files, job.final.parent, job.partial)
+        report = self.write(job)
         mark(job.files, job.partial, job.rank, report.to_json(), "json")
         if job.finish:
-            assert whole is not None, "the finishing rank needs the plan of all ranks"
-            finish(job.files, job.partial, job.final, job.step, whole, job.finish, feed.aborted)
-    except Exception as error:
-        give_up(job, error)
-        raise
+            assert self.whole is not None, "the finishing rank needs the plan of all ranks"
+            finish(
+                job.files, job.partial, job.final, job.step, self.whole, job.finish,
+                lambda: self.inbox.aborted(job.serial),
+            )  # fmt: skip
+
+    def write(self, job: Job) -> Report:
+        """This rank's part of the shard file: from the host buffer, or from the staging disk once all is there."""
+
+        def wait_filled(nbytes: int) -> None:
+            self.inbox.wait_filled(job.serial, nbytes)
+
+        staged = job.stage / f"{job.partial.name}_{job.rank:05d}" if job.stage else None
+        buffer: mmap.mmap = self.host_buffer()
+        if staged:
+            nbytes = sum(region.nbytes for m in job.members if m.rank == job.rank for region in m.regions())
+            try:
+                buffer = stage(job.files, staged, memoryview(buffer), nbytes, wait_filled)
+            finally:
+                with suppress(FileNotFoundError):
+                    job.files.unlink(staged)  # its bytes stay until the map is gone, whatever happens to this process
+            self.pipe.send(Staged(job.serial))
+        return write_shard(
+            job.files, job.partial, job.file, job.members, job.rank, memoryview(buffer),
+            (lambda nbytes: None) if staged else wait_filled, job.alignment_bytes, job.direct,
+        )  # fmt: skip
+
+    def host_buffer(self) -> mmap.mmap:
+        """The memory that the parent fills."""
+        size = os.fstat(self.memory_fd).st_size
+        if self.memory is None or len(self.memory) != size:
+            self.memory = mmap.mmap(self.memory_fd, size)  # the parent made it grow
+        return self.memory
+
+    def tidy(self, job: Job) -> None:
+        """Prunes, after the checkpoint is whole and told to be; an old one that cannot go is no failure of the new."""
+        if job.finish:
+            try:
+                prune(job.files, job.final.parent, job.finish)
+            except OSError:
+                traceback.print_exc()
 
 
 def give_up(job: Job, error: Exception) -> None:
@@ -103,32 +210,6 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def serve(pipe: Connection, memory_fd: int) -> None:
-    """Jobs until the parent closes the pipe. A message is a `Whole` (kept), a `Job`, or bytes filled of the job's buffer."""
-    whole: Whole | None = None
-    memory = None
-    while True:
-        try:
-            message = pipe.recv()
-        except EOFError:
-            return
-        if isinstance(message, Whole):
-            whole = message
-        if not isinstance(message, Job):
-            continue  # progress of a job that failed before it took it
-        feed = Feed(pipe)
-        try:
-            if memory is None or len(memory) < message.buffer_bytes:
-                memory = mmap.mmap(memory_fd, 0)
-            run_job(message, whole, memoryview(memory), feed)
-            pipe.send(None)
-        except ParentGone:
-            return
-        except Exception as error:
-            traceback.print_exc()
-            pipe.send(describe(error))
-
-
 def main() -> None:
     """Arguments: descriptor of the pipe, of the shared memory, and the parent's process id."""
     pipe_fd, memory_fd, parent = (int(arg) for arg in sys.argv[1:4])
@@ -138,5 +219,4 @@ def main() -> None:
         return
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # meant for the trainer, which then waits for this process
-    serve(Connection(pipe_fd), memory_fd)
-
+    Writer(Connection(pipe_fd), memory_fd).serve()

@@ -68,8 +68,12 @@ class Cluster:
 
 
 def _free_port(count: int) -> int:
-    """First of ``count`` free consecutive ports, above those that jobs take and below the ephemeral ones."""
-    for base in range(31100, 32700, count):
+    """First of ``count`` free consecutive ports, above those that jobs take and below the ephemeral ones.
+
+    Each worker of pytest-xdist looks in another range: two clusters may come up at the same time.
+    """
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 8
+    for base in range(31100 + 200 * worker, 31300 + 200 * worker, count):
         try:
             for port in range(base, base + count):
                 with socket.socket() as s:

@@ -12,7 +12,7 @@ import pytest
 
 from tests.launch.cluster import PYTHON, ROOT, missing_programs, mpi_env, mpich_env
 
-pytestmark = [pytest.mark.mpi, pytest.mark.xdist_group("mpi")]
+pytestmark = pytest.mark.mpi
 HELLO = ROOT / "tests/launch/hello.py"
 FLAVOURS = ("openmpi", "mpich")
 

@@ -17,7 +17,7 @@ from launch.spec import LaunchSpec
 from launch.srun import sbatch_text, sbatch_torchrun_text
 from tests.launch.cluster import PYTHON, ROOT, Cluster, missing_programs, mpich_env, wait_until
 
-pytestmark = [pytest.mark.slurm, pytest.mark.xdist_group("slurm")]
+pytestmark = pytest.mark.slurm
 HELLO = ROOT / "tests/launch/hello.py"
 
 

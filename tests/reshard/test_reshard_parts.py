@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from torch.distributed import HashStore
 
 from hpc_rl.errors import RunError, UserError
+from hpc_rl.reshard import agreement as agreement_module
 from hpc_rl.reshard.agreement import Agreement
 from hpc_rl.reshard.cache import PlanCache, map_digest, plan_key
-from hpc_rl.reshard.digest import digests, same_bits
-from hpc_rl.reshard.incremental import DENSE, Snapshot, changes, decode, delta_bytes, encode, mask_flat
-from hpc_rl.reshard.messages import aligned, local_copies, rounds_of, share_bytes, split, total_bytes
+from hpc_rl.reshard.digest import differing, digests
+from hpc_rl.reshard.incremental import DENSE, Snapshot, changes, decode, delta_bytes, encode, masked
+from hpc_rl.reshard.messages import aligned, cut_for, local_copies, rounds_of, share_bytes, split, total_bytes
 from hpc_rl.reshard.plan import Link, make_plan
 from hpc_rl.tensors.shardmap import Piece, view
 from tests.reshard.layouts import TRAINING, maps_of
@@ -23,17 +24,19 @@ from tests.tensors.models import spec_of
 
 
 @pytest.mark.parametrize("share", [1024, 4096, 1 << 20])
-def test_messages_hold_every_element_once_within_the_share(share: int) -> None:
+@pytest.mark.parametrize(("device", "delta"), [("cpu", False), ("cuda", False), ("cpu", True)])
+def test_messages_hold_every_element_once_within_the_share(share: int, device: str, delta: bool) -> None:
+    cut = cut_for(device, delta, share)
     plan = make_plan(*maps_of(spec_of("qwen3_moe"), TRAINING["TP2EP2ETP1"], 4, ("float32", "bfloat16")))
     for peer, links in plan.of(0).receives:
-        rounds = rounds_of(links, share)
+        rounds = rounds_of(links, cut)
         assert all(total_bytes(r) <= share for r in rounds)
         parts = [x for r in rounds for m in r for x in m.links]
         assert sum(x.nbytes for x in parts) == sum(x.nbytes for x in links)
         assert sum(m.nbytes for r in rounds for m in r) == sum(x.nbytes for x in links)
         # The other end cuts the same way: it sees the same links from its own part of the plan.
         theirs = dict(plan.of(peer).sends)[0]
-        assert rounds_of(theirs, share) == rounds
+        assert rounds_of(theirs, cut) == rounds
 
 
 def test_split_cuts_along_several_dims_and_loses_nothing() -> None:
@@ -81,24 +84,24 @@ def test_a_delta_restores_the_bits_exactly(dtype: torch.dtype, numel: int, share
     new[touched] = torch.randn(int(touched.sum()), generator=generator, dtype=torch.float64).to(dtype)
     new[: numel // 7 : 97] = float("nan")
     new[1::1009] = -0.0
-    mask = changes(new, old)
-    count, delta = encode(new, mask)
+    index = changes(new, old)
+    count, delta = encode(new, index)
     if count == DENSE:
-        assert delta is None and 2 * delta_bytes(int(mask.sum()), numel, new.element_size()) > new.nbytes
+        assert delta is None and 2 * delta_bytes(index.numel(), numel, new.element_size()) > new.nbytes
         return
-    assert count == int(mask.sum())
+    assert count == index.numel()
     got = old.clone()
     if count:
         assert delta is not None and 2 * delta.numel() <= new.nbytes
         decode(delta, count, got)
-    assert not changes(got, new).any()
+    assert torch.equal(got.view(torch.uint8), new.view(torch.uint8))
 
 
 def test_a_percent_of_bf16_changes_costs_two_percent() -> None:
     old = torch.randn(1_000_000, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     new = old.clone()
     new[torch.randperm(1_000_000)[:10_000]] += 1
-    count, delta = encode(new, changes(new, old))
+    _, delta = encode(new, changes(new, old))
     assert delta is not None and delta.numel() < 0.0205 * new.nbytes
 
 
@@ -111,9 +114,9 @@ def test_snapshot_and_masks_pack_like_the_message() -> None:
     assert torch.equal(snapshot.flat(pieces, torch.device("cpu")), expected) and snapshot.nbytes == 32
     masks = {"x": torch.zeros(12, dtype=torch.bool), "y": torch.ones(4, dtype=torch.bool)}
     masks["x"][6] = True
-    packed = mask_flat(masks, pieces)
-    assert packed is not None and packed.tolist() == [False, False, False, False, True, False, *[True] * 4]
-    assert mask_flat({"x": masks["x"]}, pieces) is None
+    index = masked(masks, pieces)
+    assert index is not None and index.tolist() == [4, 6, 7, 8, 9]
+    assert masked({"x": masks["x"]}, pieces) is None
 
 
 @settings(max_examples=60, deadline=None)
@@ -125,7 +128,7 @@ def test_a_digest_sees_any_one_changed_element(dtype: torch.dtype, numel: int, d
     raw = other.view(torch.uint8)
     raw[at * dtype.itemsize + bit // 8] ^= 1 << (bit % 8)
     assert not torch.equal(digests([value], dtype), digests([other], dtype))
-    assert not same_bits(value, other, dtype) and same_bits(value, value.clone(), dtype)
+    assert differing([(value, value.clone(), dtype), (value, other, dtype)]) == [1] and differing([]) == []
 
 
 def test_digests_speak_of_values_not_of_memory() -> None:
@@ -170,13 +173,19 @@ def test_plan_keys_tell_layouts_apart() -> None:
     assert map_digest(other[1][0]) != map_digest(maps_of(spec, TRAINING["TP1"], 1)[1][0])
 
 
+def _agreement(store: HashStore, rank: int, num_ranks: int) -> Agreement:
+    agreement_module._made.clear()  # the ranks of this test share a process, and so its count
+    return Agreement(store, "test", rank, num_ranks, timeout_s=1.0)
+
+
 def meet(values: list[str], late: tuple[int, ...] = (), failing: dict[int, str] | None = None) -> list[str]:
     """Each rank's outcome of two meetings: "" or the error's message."""
     store = HashStore()
     start = threading.Barrier(len(values))
+    agreements = [_agreement(store, r, len(values)) for r in range(len(values))]
 
     def rank(r: int) -> str:
-        agreement = Agreement(store, "test", r, len(values), timeout_s=1.0)
+        agreement = agreements[r]
         start.wait()
         try:
             agreement.meet("same", "thing")
@@ -214,11 +223,22 @@ def test_the_first_error_is_everyones() -> None:
 
 def test_meetings_leave_little_behind() -> None:
     store = HashStore()
-    agreements = [Agreement(store, "x", r, 2, 5.0) for r in range(2)]
+    agreements = [_agreement(store, r, 2) for r in range(2)]
     with ThreadPoolExecutor(2) as pool:
         for version in range(20):
             list(pool.map(lambda a, v=version: a.meet(str(v), "version"), agreements))
     assert store.num_keys() < 16
+
+
+def test_a_second_meeting_point_of_a_name_is_another() -> None:
+    store = HashStore()
+    first, second = _agreement(store, 0, 2), Agreement(store, "test", 0, 2, 0.3)
+    with ThreadPoolExecutor(1) as pool:
+        met = pool.submit(first.meet, "1", "version")
+        _agreement(store, 1, 2).meet("1", "version")
+        met.result()
+    with pytest.raises(RunError, match=r"ranks \[1\] did not finish"):
+        second.meet("1", "version")
 
 
 def test_alignment() -> None:

@@ -377,7 +377,7 @@ def test_one_process_alone_copies_and_casts() -> None:
     job.check()
     assert metrics["bytes_received"] == 0 and metrics["bytes_local"] == 2 * sum(p.numel for p in job.target_map.pieces)
     job.target["model.norm.weight"][7] += 1
-    with pytest.raises(RunError, match="rank 0: verification: model.norm.weight in model.norm.weight differs"):
+    with pytest.raises(RunError, match=r"rank 0: verification: model.norm.weight in model.norm.weight differs"):
         resharder.verify()
     assert resharder.version is None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from hpc_rl.rollout.protocol import Prompt, Request, Sample
 from hpc_rl.rollout.sampler import assign
 from hpc_rl.rollout.vllm import VLLMEngine
 from hpc_rl.tensors.shardmap import view
-from tests.rollout.models import EOS, VOCAB_SIZE, character_tokenizer
+from tests.rollout.models import VOCAB_SIZE, character_tokenizer
 
 LIMIT = 24
 MAX_MODEL_LEN = 128
@@ -68,7 +69,7 @@ def everything(model_dirs: dict[str, str], weights: dict[str, list[dict[str, Ten
         for version in (0, 1):
             write(engine, weights[kind][version])
             engine.set_version(version)
-            mine = assign(requests(), engine.replica, engine.num_replicas)
+            mine = assign(requests(), dist.get_rank() // tp, dist.get_world_size() // tp)
             result["greedy", version] = engine.generate(mine, temperature=0)
             result["sampled", version] = engine.generate(mine)
         result["padding_is_zero"] = all(float(local[name][-1].abs().sum()) == 0.0 for name in shard_map.padding)
@@ -185,4 +186,25 @@ def refusals(model_dirs: dict[str, str]) -> dict[str, str]:
         bilinear = stop = three = ""
     heads = message(lambda: make_engine(model_dirs["heads"], 1))
     memory = message(lambda: make_engine(model_dirs["llama"], 1, kv_cache_bytes=1 << 14))
-    return {"class": bilinear, "stop": stop, "tp": three, "head_size": heads, "memory": memory, "eos": str(EOS)}
+    engine = make_engine(model_dirs["llama"], 1, kv_cache_bytes=None, block_size=None)
+    size = str(engine._core.vllm_config.cache_config.kv_cache_memory_bytes)
+    return {
+        "class": bilinear, "stop": stop, "tp": three, "head_size": heads, "memory": memory, "default_memory": size,
+    }  # fmt: skip
+
+
+def generate_and_die(model_dir: str, weights: dict[str, Tensor]) -> None:
+    """A tensor-parallel job that is killed while its engine lives."""
+    generate_twice(model_dir, weights)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def generate_twice(model_dir: str, weights: dict[str, Tensor]) -> list[tuple[int, ...]]:
+    """A tensor-parallel job whose engine lives until the process ends."""
+    dist.init_process_group("gloo")
+    engine = make_engine(model_dir, dist.get_world_size())
+    write(engine, weights)
+    engine.set_version(0)
+    first = [s.response_ids for s in engine.generate(requests(2))]
+    assert [s.response_ids for s in engine.generate(requests(2))] == first
+    return first

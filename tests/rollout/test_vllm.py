@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,11 @@ from hpc_rl.tensors.canonical import ModelSpec
 from hpc_rl.tensors.coverage import check_local_coverage, covered_numel
 from hpc_rl.tensors.shardmap import ShardMap
 from hpc_rl.tensors.vllm_map import vllm_shard_map
-from tests.ranks import run_ranks
+from tests.ranks import RankFailed, run_ranks
 from tests.rollout import jobs
 from tests.rollout.models import CONFIGS, EOS, canonical, character_tokenizer, greedy, hf_model, log_probs, write_model
 
+pytestmark = pytest.mark.xdist_group("vllm")
 KINDS = tuple(CONFIGS)
 # (world size, tensor-parallel size); with 4, two ranks hold each KV head, and one has 4 of its 32 vocabulary rows
 LAYOUTS = ((1, 1), (2, 2), (2, 1), (4, 4))
@@ -52,7 +54,9 @@ def weights(hf: dict[str, list[Any]]) -> dict[str, list[dict[str, torch.Tensor]]
 def runs(model_dirs: Any, weights: Any) -> dict[tuple[int, int], list[Any]]:
     """Layout -> results of each rank."""
     return {
-        (world, tp): run_ranks(world, jobs.everything, {k: model_dirs[k] for k in _kinds(tp)}, weights, tp)
+        (world, tp): run_ranks(
+            world, jobs.everything, {k: model_dirs[k] for k in _kinds(tp)}, weights, tp, timeout_s=300
+        )
         for world, tp in LAYOUTS
     }
 
@@ -235,8 +239,16 @@ def test_settings_that_cannot_work_are_refused(root: Path, model_dirs: Any, monk
     assert "rollout.tp=3 does not divide the world size 2" in said["tp"]
     assert "head size 16" in said["head_size"]
     assert "vLLM cannot start" in said["memory"]
+    assert said["default_memory"] == str(64 * 128 * 2 * 2 * 32 * 2 * 4 + 128 * 2 * 2 * 32 * 2 * 4)
     assert issubclass(UserError, ValueError)
 
 
-def test_nothing_is_left_in_shared_memory(runs: Any) -> None:
+def test_jobs_side_by_side_and_after_a_killed_one(model_dirs: Any, weights: Any) -> None:
+    arguments = (model_dirs["llama"], weights["llama"][0])
+    with pytest.raises(RankFailed, match="died without a word"):
+        run_ranks(2, jobs.generate_and_die, *arguments)
     assert not [name for name in os.listdir("/dev/shm") if "hpcrl" in name]
+    with ThreadPoolExecutor(2) as pool:
+        running = [pool.submit(run_ranks, 2, jobs.generate_twice, *arguments) for _ in range(2)]
+        results = [response for job in running for response in job.result()]
+    assert all(response == results[0] for response in results)

@@ -74,7 +74,8 @@ def parameters(layout: Layout, rank: int) -> Component:
         add(stem + "gate_up", 2 * ffn * HIDDEN, {p.name: shape for p in gate_up}, gate_up)
         down = column_piece(stem + "down.weight", (HIDDEN, FFN), tp * ffn, (tp + 1) * ffn, stem + "down")
         add(stem + "down", HIDDEN * ffn, {down.name: (HIDDEN, FFN)}, [down])
-        add(stem + "norm", HIDDEN, {stem + "norm.weight": (HIDDEN,)}, [whole_piece(stem + "norm.weight", (HIDDEN,), stem + "norm")])
+        norm = whole_piece(stem + "norm.weight", (HIDDEN,), stem + "norm")
+        add(stem + "norm", HIDDEN, {norm.name: (HIDDEN,)}, [norm])
     return merged(maps), {local: torch.zeros(numel, dtype=getattr(torch, dtype)) for local, numel in sizes.items()}
 
 

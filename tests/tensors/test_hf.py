@@ -177,20 +177,20 @@ def test_nothing_is_written_if_a_shape_is_wrong(tmp_path: Path) -> None:
 
 
 def test_broken_directories_are_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="config.json cannot be read"):
+    with pytest.raises(UserError, match=r"config.json cannot be read"):
         open_hf(tmp_path)
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(UserError, match="config.json is not valid JSON"):
+    with pytest.raises(UserError, match=r"config.json is not valid JSON"):
         open_hf(tmp_path)
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(UserError, match="neither model.safetensors nor"):
+    with pytest.raises(UserError, match=r"neither model.safetensors nor"):
         open_hf(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"\x10\x00")
     with pytest.raises(UserError, match="not a whole safetensors file"):
         open_hf(tmp_path)
     index = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(UserError, match="names model-00001-of-00002.safetensors, which is missing"):
+    with pytest.raises(UserError, match=r"names model-00001-of-00002.safetensors, which is missing"):
         open_hf(tmp_path)
     with pytest.raises(UserError, match="exists: choose another"):
         export_hf(tmp_path, spec_of("llama"), {}.__getitem__, {}, "float32")

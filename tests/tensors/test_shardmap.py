@@ -154,7 +154,7 @@ def test_local_coverage_accepts_a_full_tensor_and_names_what_is_wrong() -> None:
     specs = {"gate": TensorSpec((4, 3), "float32"), "up": TensorSpec((4, 3), "float32")}
     check_local_coverage(ShardMap(specs, (gate, up)), {"fc1": 12})
     check_local_coverage(ShardMap(specs, (gate,), {"fc1": 6}), {"fc1": 12})
-    with pytest.raises(UserError, match="fc1 has 12 elements, of which gate fill 6 .*: 6 are left uncovered"):
+    with pytest.raises(UserError, match=r"fc1 has 12 elements, of which gate fill 6 .*: 6 are left uncovered"):
         check_local_coverage(ShardMap(specs, (gate,)), {"fc1": 12})
     with pytest.raises(UserError, match="fc1 is written more than once in places by gate, up"):
         check_local_coverage(ShardMap(specs, (gate, row_piece("up", (4, 3), 0, 2, "fc1", 1))), {"fc1": 12})
@@ -172,7 +172,7 @@ def test_maps_are_prefixed_merged_and_compared() -> None:
     assert set(both.specs) == {"actor/a", "critic/a"} and both.padding == {"A.x": 1, "C.x": 1}
     assert [(p.name, p.local) for p in both.pieces] == [("actor/a", "A.x"), ("critic/a", "C.x")]
     other = ShardMap({"a": TensorSpec((5,), "float32")}, (whole_piece("a", (5,), "x"),))
-    with pytest.raises(UserError, match="a is .*4.* in one shard map and .*5"):
+    with pytest.raises(UserError, match=r"a is .*4.* in one shard map and .*5"):
         merged([first, other])
     with pytest.raises(UserError, match=r"a is \[4\] on one rank and \[5\] on another, in the source"):
         check_same_tensors([first, other], "the source")

@@ -1,0 +1,235 @@
+"""Checkpoints against the disk: every figure of one run, fsync included, rounds of all contestants interleaved.
+
+`raw` is what the disk gives to plain sequential direct I/O in 32 MiB blocks, two in flight, from memory that is
+there already: the limit of any checkpoint. Rates are medians over rounds.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from benchmarks.checkpoint_index import measure as measure_index
+from hpc_rl.config import CheckpointConfig
+from hpc_rl.storage.checkpoint import Checkpointer
+from hpc_rl.storage.tensor_io import digest
+from hpc_rl.tensors.shardmap import ShardMap, TensorSpec, whole_piece
+
+BLOCK = 32 << 20
+HIDDEN, FFN = 1024, 2816
+
+
+def make_state(nbytes: int) -> tuple[ShardMap, dict[str, Tensor]]:
+    """Parameters in bfloat16 and three float32 optimizer tensors each, of a transformer of about ``nbytes``."""
+    shapes = {f"{n}.weight": (HIDDEN, HIDDEN) for n in "qkvo"} | {f"{n}.weight": (FFN, HIDDEN) for n in ("gate", "up")}
+    shapes |= {"down.weight": (HIDDEN, FFN), "norm.weight": (HIDDEN,)}
+    per_layer = sum(torch.Size(s).numel() for s in shapes.values()) * 14
+    tensors: dict[str, Tensor] = {}
+    for layer in range(max(1, round(nbytes / per_layer))):
+        for name, shape in shapes.items():
+            tensors[f"param/layers.{layer}.{name}"] = torch.full(shape, layer + 0.5, dtype=torch.bfloat16)
+            for kind in ("main", "exp_avg", "exp_avg_sq"):
+                tensors[f"{kind}/layers.{layer}.{name}"] = torch.full(shape, layer + 0.25)
+    specs = {n: TensorSpec(tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in tensors.items()}
+    return ShardMap(specs, tuple(whole_piece(n, tuple(t.shape), n) for n, t in tensors.items())), tensors
+
+
+def seconds(fn: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    fn()
+    return time.perf_counter() - start
+
+
+class Disk:
+    """Raw sequential I/O of one file."""
+
+    def __init__(self, path: Path, nbytes: int) -> None:
+        self.path, self.nbytes = path, nbytes // BLOCK * BLOCK
+        self.block = memoryview(mmap.mmap(-1, 2 * BLOCK))
+        self.block[:] = os.urandom(4096) * (2 * BLOCK // 4096)
+
+    def each_block(self, flags: int, call: Callable[[int, memoryview, int], int]) -> float:
+        """Bytes per second."""
+        begin = time.perf_counter()
+        fd = os.open(self.path, flags | os.O_DIRECT, 0o644)
+        halves = (self.block[:BLOCK], self.block[BLOCK:])
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(lambda i: call(fd, halves[i % 2], i * BLOCK), range(self.nbytes // BLOCK)))
+        os.fsync(fd)
+        os.close(fd)
+        return self.nbytes / (time.perf_counter() - begin)
+
+    def write(self) -> float:
+        self.path.unlink(missing_ok=True)
+        return self.each_block(os.O_WRONLY | os.O_CREAT, lambda fd, data, offset: os.pwrite(fd, data, offset))
+
+    def read(self) -> float:
+        return self.each_block(os.O_RDONLY, lambda fd, data, offset: os.preadv(fd, [data], offset))
+
+
+def torch_save(state: dict[str, Tensor], path: Path) -> None:
+    """torch.save, fsync included."""
+    with path.open("wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def dcp_save(state: dict[str, Tensor], path: Path) -> None:
+    """torch.distributed.checkpoint with its file system writer, which fsyncs."""
+    writer = dcp.FileSystemWriter(path, single_file_per_rank=True, sync_files=True, thread_count=1)
+    dcp.save(state, storage_writer=writer, no_dist=True)
+
+
+def memory_bytes(*pids: int) -> int:
+    """Proportional set size of some processes: shared pages count once."""
+    total = 0
+    for pid in pids:
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                total += int(line.split()[1]) * 1024
+    return total
+
+
+class Contest:
+    """All measurements on one state in one directory."""
+
+    def __init__(self, root: Path, nbytes: int) -> None:
+        self.root = root
+        self.shard_map, self.tensors = make_state(nbytes)
+        self.nbytes = sum(t.nbytes for t in self.tensors.values())
+        self.disk = Disk(root / "raw", self.nbytes)
+        self.base_bytes = memory_bytes(os.getpid())
+        self.saver = Checkpointer(root / "run", CheckpointConfig(keep_last=1))
+        self.step = 0
+        self.rows: dict[str, list[float]] = {}
+
+    @property
+    def components(self) -> dict[str, tuple[ShardMap, dict[str, Tensor]]]:
+        return {"actor": (self.shard_map, self.tensors)}
+
+    def add(self, name: str, value: float) -> None:
+        self.rows.setdefault(name, []).append(value)
+
+    def median(self, name: str) -> float:
+        return statistics.median(self.rows[name])
+
+    def save(self, overlap: bool = False) -> None:
+        self.step += 1
+        self.saver.save(self.step, self.components, {}, overlap=overlap)
+
+    def warm_up(self) -> None:
+        """The first save also starts the writer and touches the host buffer for the first time."""
+        self.add("first_save_s", seconds(lambda: (self.save(), self.saver.wait())))
+        assert self.saver._spool is not None
+        used = memory_bytes(os.getpid(), self.saver._spool.process.pid)
+        self.add("extra_memory_fraction", (used - self.base_bytes) / self.nbytes)
+
+    def round(self) -> None:
+        """Raw, save and load, next to each other."""
+        self.add("raw_write", self.disk.write())
+        start = time.perf_counter()
+        self.save()
+        self.add("stall_s", time.perf_counter() - start)
+        self.saver.wait()
+        self.add("save_s", time.perf_counter() - start)
+        self.add("raw_read", self.disk.read())
+        path = self.saver.latest()
+        assert path is not None
+        self.add("load_s", seconds(lambda: self.saver.load(path, self.components)))
+
+    def overlapped(self, busy_s: float) -> None:
+        """The wall time that a save costs a step whose next phase (here: matrix products) only reads the state."""
+        a = torch.ones(256, 256)
+
+        def phase(count: int) -> None:
+            for _ in range(count):
+                a @ a
+
+        count = max(1, int(64 * busy_s / seconds(lambda: phase(64))))
+        alone = seconds(lambda: phase(count))
+        with_save = seconds(lambda: (self.save(overlap=True), phase(count), self.saver.fence()))
+        self.saver.wait()
+        self.add("overlapped_stall_s", max(0.0, with_save - alone))
+
+    def others(self) -> None:
+        """torch.save and torch.distributed.checkpoint."""
+        path = self.root / "other"
+        self.add("torch_save_s", seconds(lambda: torch_save(self.tensors, path)))
+        path.unlink()
+        self.add("dcp_save_s", seconds(lambda: dcp_save(self.tensors, path)))
+        shutil.rmtree(path)
+
+    def digest_cost(self) -> None:
+        """Processor time of the digests; they are taken while the disk writes."""
+        assert self.saver._spool is not None
+        buffer = memoryview(self.saver._spool.buffer.tensor.numpy())
+        blocks = range(0, self.nbytes, BLOCK)
+        self.add("digest_s", seconds(lambda: [digest(buffer[i : i + BLOCK]) for i in blocks]))
+
+
+def run(quick: bool = False, directory: Path | None = None) -> dict[str, Any]:
+    """Measures in ``directory`` (default: here), which must be on the disk in question.
+
+    Returns: bars (name, value, unit, goal, better) and a table of (what, value, unit).
+    """
+    torch.set_num_threads(1)
+    root = Path(tempfile.mkdtemp(prefix="bench_checkpoint_", dir=directory or Path.cwd()))
+    try:
+        contest = Contest(root, (1 << 30) if quick else (5 << 29))
+        contest.warm_up()
+        for i in range(3 if quick else 5):
+            contest.round()
+            contest.overlapped(0.5)
+            if i < (1 if quick else 3):
+                contest.others()
+        contest.digest_cost()
+        contest.saver.close()
+    finally:
+        shutil.rmtree(root)
+    return report(contest, measure_index())
+
+
+def report(contest: Contest, index: dict[str, float]) -> dict[str, Any]:
+    """Bars and table."""
+    size, of = contest.nbytes, contest.median
+    save, load, raw_write, raw_read = size / of("save_s"), size / of("load_s"), of("raw_write"), of("raw_read")
+    bars = [
+        ("save_fraction_of_disk", save / raw_write, "fraction", 0.85, "higher"),
+        ("load_fraction_of_disk", load / raw_read, "fraction", 0.85, "higher"),
+        ("save_speedup_over_torch_save", of("torch_save_s") / of("save_s"), "x", 2.0, "higher"),
+        ("save_speedup_over_dcp", of("dcp_save_s") / of("save_s"), "x", 1.5, "higher"),
+        ("async_stall_fraction", of("overlapped_stall_s") / of("save_s"), "fraction", 0.10, "lower"),
+    ]
+    table = [
+        ("state", size / 1e9, "GB"), ("raw write", raw_write / 1e9, "GB/s"), ("save", save / 1e9, "GB/s"),
+        ("raw read", raw_read / 1e9, "GB/s"), ("load, digests checked", load / 1e9, "GB/s"),
+        ("torch.save", size / of("torch_save_s") / 1e9, "GB/s"), ("torch DCP", size / of("dcp_save_s") / 1e9, "GB/s"),
+        ("first save (buffer touched, writer started)", of("first_save_s"), "s"),
+        ("stall, copy before the next phase", of("stall_s"), "s"),
+        ("stall, copy during a phase that reads only", of("overlapped_stall_s"), "s"),
+        ("stall of the blocking copy / save", of("stall_s") / of("save_s"), "fraction"),
+        ("digest / write", of("digest_s") / of("save_s"), "fraction"),
+        ("extra host memory / state", of("extra_memory_fraction"), "fraction"),
+        ("70B on 512 ranks: plan", index["plan_s"], "s"), ("70B on 512 ranks: build index.h5", index["build_s"], "s"),
+        ("70B on 512 ranks: open index.h5", index["open_s"], "s"),
+        ("70B on 512 ranks: index.h5", index["bytes"] / 1e6, "MB"),
+        ("70B on 512 ranks: most loaded rank / mean", index["imbalance"], "x"),
+    ]  # fmt: skip
+    keys = ("name", "value", "unit", "goal", "better")
+    return {
+        "bars": [dict(zip(keys, bar, strict=True)) for bar in bars],
+        "table": [{"what": what, "value": value, "unit": unit} for what, value, unit in table],
+    }

@@ -1,0 +1,150 @@
+"""Bytes of activations: what the layers save for the backward pass, and what is alive beside it for a moment.
+
+Counted from the operations of engine/megatron_model.py, head.py and kernels.py; tests hold them against the tensors
+that autograd really saves. Terms are per token of a micro-batch, for one rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hpc_rl.plan.job import PlannedJob
+from hpc_rl.tensors.canonical import ModelSpec
+from hpc_rl.tensors.megatron_map import padded_vocab_size
+
+CHUNK_TOKENS = 2048  # engine/head.py's (not imported: it needs torch); a test compares them
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a micro-batch is computed. ``fused``: the CUDA kernels; ``varlen``: attention without padding or copies."""
+
+    tp: int
+    sequence_parallel: bool
+    item_bytes: int
+    fused: bool
+    varlen: bool
+    recompute: bool
+    longest: int
+
+    @property
+    def shards(self) -> int:
+        """Into how many parts the token dim of norms and residuals is cut."""
+        return self.tp if self.sequence_parallel else 1
+
+
+def cut_of(job: PlannedJob) -> Cut:
+    """How ``job`` computes a micro-batch."""
+    fused = not job.on_cpu
+    return Cut(
+        tp=job.layout.tp,
+        sequence_parallel=job.sequence_parallel,
+        item_bytes=job.item_bytes,
+        fused=fused,
+        varlen=fused and job.config.model.dtype != "float32",
+        recompute=job.config.parallel.recompute == "full",
+        longest=job.longest,
+    )
+
+
+def layer_bytes(spec: ModelSpec, cut: Cut) -> float:
+    """Saved by one layer without recomputation, per token.
+
+    Fused and varlen, with h hidden (/ tp under sequence parallelism), q = heads * head_dim / tp, f = ffn / tp, b bytes
+    an element: ``b (4 h + 4 q + 3 f) + 4 (heads / tp) + 8``: inputs of the two norms and of the two linear layers
+    behind them; q, k, v (k and v repeated for each query head), attention's output, its log-sum-exp; the two halves
+    before SwiGLU and its result. A norm on the CPU keeps its input and result in float32 instead.
+    """
+    b, hidden = cut.item_bytes, spec.hidden_size / cut.shards
+    inner = spec.intermediate_size / cut.tp
+    norms = 2 * (b * hidden if cut.fused else 8 * hidden) + 8 / cut.shards
+    inputs = 2 * b * hidden
+    mlp = b * inner * (3 if cut.fused else 4)
+    return norms + inputs + _attention(spec, cut) + _qk_norm(spec, cut) + mlp
+
+
+def _widths(spec: ModelSpec, cut: Cut) -> tuple[float, float, float]:
+    """(query heads, width of all queries, width of all keys) on one rank."""
+    heads = spec.num_heads / cut.tp
+    return heads, heads * spec.head_dim, max(1.0, spec.num_kv_heads / cut.tp) * spec.head_dim
+
+
+def _attention(spec: ModelSpec, cut: Cut) -> float:
+    b, (heads, query, key) = cut.item_bytes, _widths(spec, cut)
+    if cut.varlen:  # without grouped queries v is a part of the fused projection, which then stays whole
+        return b * query * (6 if spec.num_heads == spec.num_kv_heads else 4) + 4 * heads
+    if cut.fused:  # float32 on a GPU: SDPA keeps the whole attention matrix of each padded row
+        return b * (5 * query + heads * cut.longest)
+    return b * (3 * query + 2 * key) + 4 * heads
+
+
+def _qk_norm(spec: ModelSpec, cut: Cut) -> float:
+    if not spec.qk_norm:
+        return 0.0
+    b, (heads, query, key) = cut.item_bytes, _widths(spec, cut)
+    rstd = 4 * (heads + key / spec.head_dim)
+    if cut.fused:  # the queries' copy, and the fused projection that the keys are a part of
+        return b * (2 * query + 2 * key) + rstd
+    return (4 + 4) * (query + key) + (b * 2 * key if b == 4 else 0) + rstd
+
+
+def saved_bytes(spec: ModelSpec, cut: Cut, num_layers: int, tokens: int, *, is_first: bool, is_last: bool) -> float:
+    """Saved by one stage for one micro-batch of ``tokens``."""
+    b, hidden = cut.item_bytes, spec.hidden_size / cut.shards
+    each = b * hidden if cut.recompute else layer_bytes(spec, cut)
+    angles = 4 * spec.head_dim
+    total = num_layers * each + angles + (8 if is_first else 0) + (0 if cut.varlen else 16)
+    if is_last:  # final norm, the states that predict a token, and their indices and results
+        total += (b if cut.fused else 8) * hidden + 4 / cut.shards + b * spec.hidden_size + 32
+    else:
+        total += b * hidden  # the output that is sent on
+    return total * tokens
+
+
+def head_bytes(spec: ModelSpec, cut: Cut, tokens: int) -> float:
+    """Alive in the backward of the actor's head beside the saved: logits of a chunk, and the output weight's gradient.
+
+    ``max((16 + b) c v + 4 v h, (8 + b) c v + (4 + b) v h)``, c tokens of a chunk, v rows of the vocabulary on a rank.
+    """
+    if spec.role == "critic":
+        return 2.0 * cut.item_bytes * tokens * spec.hidden_size
+    b, rows = cut.item_bytes, padded_vocab_size(spec.vocab_size, cut.tp) / cut.tp
+    chunk = min(CHUNK_TOKENS, tokens) * rows
+    weight = rows * spec.hidden_size
+    states = (2 if cut.sequence_parallel else 1) * b * tokens * spec.hidden_size
+    return max((16 + b) * chunk + 4 * weight, (8 + b) * chunk + (4 + b) * weight) + states
+
+
+def backward_bytes(spec: ModelSpec, cut: Cut, tokens: int) -> float:
+    """Alive in the backward of one layer beside the saved: gradients around the MLP and of its first weight."""
+    b, inner = cut.item_bytes, spec.intermediate_size / cut.tp
+    recomputed = layer_bytes(spec, cut) * tokens if cut.recompute else 0.0
+    return recomputed + b * (tokens * (3 * inner + 2 * spec.hidden_size) + 2 * spec.hidden_size * inner)
+
+
+def gather_bytes(spec: ModelSpec, cut: Cut, tokens: int) -> float:
+    """The buffer into which Megatron gathers the tokens of all TP ranks; it stays."""
+    return float(cut.item_bytes * tokens * spec.hidden_size) if cut.sequence_parallel else 0.0
+
+
+def training_bytes(spec: ModelSpec, cut: Cut, num_layers: int, tokens: int, in_flight: int, *, is_first: bool, is_last: bool) -> tuple[float, float]:  # fmt: skip
+    """(saved by ``in_flight`` micro-batches, most that is alive beside it) of one stage."""
+    saved = in_flight * saved_bytes(spec, cut, num_layers, tokens, is_first=is_first, is_last=is_last)
+    beside = backward_bytes(spec, cut, tokens)
+    if is_last:
+        beside = max(beside, head_bytes(spec, cut, tokens))
+    return saved, beside + gather_bytes(spec, cut, tokens)
+
+
+def forward_bytes(spec: ModelSpec, cut: Cut, tokens: int, *, is_last: bool) -> float:
+    """Most that is alive in a forward pass without gradients."""
+    b, hidden = cut.item_bytes, spec.hidden_size
+    _, query, key = _widths(spec, cut)
+    inner = spec.intermediate_size / cut.tp
+    widest = max(5 * query + 4 * key, 3 * inner)
+    layer = b * tokens * (3 * hidden / cut.shards + hidden + widest)
+    if not is_last or spec.role == "critic":
+        return layer + gather_bytes(spec, cut, tokens)
+    rows = padded_vocab_size(spec.vocab_size, cut.tp) / cut.tp
+    head = (12 + b) * min(CHUNK_TOKENS, tokens) * rows + 2 * b * tokens * hidden
+    return max(layer, head) + gather_bytes(spec, cut, tokens)

@@ -1,0 +1,133 @@
+"""What is planned: a configuration on so many GPUs, checked as a run would check it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from hpc_rl.algo import registry
+from hpc_rl.config import Config
+from hpc_rl.config_check import cross_check, read_hf_config, read_hf_config_file
+from hpc_rl.data.packing import partition
+from hpc_rl.errors import UserError
+from hpc_rl.parallel.layout import Layout
+from hpc_rl.plan.hardware import Gpu
+from hpc_rl.tensors.canonical import ModelSpec
+from hpc_rl.tensors.dtypes import ITEM_BYTES
+from hpc_rl.tensors.megatron_map import check_megatron_layout, padded_vocab_size
+from hpc_rl.tensors.vllm_map import vllm_shard_map
+
+
+@dataclass(frozen=True)
+class PlannedJob:
+    """A run on ``nodes`` x ``gpus_per_node`` ranks. ``critic`` and ``reference`` are None where the algorithm has none."""
+
+    config: Config
+    gpu: Gpu
+    nodes: int
+    gpus_per_node: int
+    layout: Layout
+    actor: ModelSpec
+    critic: ModelSpec | None
+    reference: ModelSpec | None
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.gpu.name == "cpu"
+
+    @property
+    def generation_tp(self) -> int:
+        return self.config.rollout.tp or self.config.parallel.tp
+
+    @property
+    def num_replicas(self) -> int:
+        """Generation replicas."""
+        return self.layout.world_size // self.generation_tp
+
+    @property
+    def item_bytes(self) -> int:
+        """Of a weight or an activation."""
+        return ITEM_BYTES[self.config.model.dtype]
+
+    @property
+    def longest(self) -> int:
+        """Most tokens of a sequence."""
+        return self.config.data.max_prompt_tokens + self.config.rollout.max_response_tokens
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences of an RL step, over all ranks."""
+        return self.config.data.prompts_per_step * self.config.rollout.samples_per_prompt
+
+    @property
+    def mini_batch_sequences(self) -> int:
+        """Sequences of the largest optimizer step."""
+        return -(-self.num_sequences // self.config.algorithm.mini_batches)
+
+    @property
+    def trained(self) -> dict[str, ModelSpec]:
+        """Role -> model, of those that learn."""
+        return {"actor": self.actor} | ({"critic": self.critic} if self.critic else {})
+
+    @property
+    def roles(self) -> dict[str, ModelSpec]:
+        """Role -> model, of all that the trainer holds."""
+        return self.trained | ({"reference": self.reference} if self.reference else {})
+
+    def micro_batch_tokens(self, num_sequences: int) -> int:
+        """Most tokens of one rank's micro-batch when ``num_sequences`` of full length are dealt over DP."""
+        per_rank = -(-num_sequences // self.layout.dp)
+        budget = max(self.config.algorithm.micro_batch_tokens, self.longest)
+        tokens = min(budget, per_rank * self.longest)
+        multiple = self.layout.tp if self.sequence_parallel else 1
+        return -(-tokens // multiple) * multiple
+
+    @property
+    def sequence_parallel(self) -> bool:
+        return self.config.parallel.sequence_parallel and self.layout.tp > 1
+
+    @cached_property
+    def sequences_of_ranks(self) -> list[int]:
+        """Sequences of each DP rank in the largest optimizer step, when all have the same length."""
+        return [len(r) for r in partition([self.longest] * self.mini_batch_sequences, self.layout.dp)]
+
+
+def plan_job(config: Config, gpu: Gpu, nodes: int, gpus_per_node: int) -> PlannedJob:
+    """The job of ``config`` on that many GPUs.
+
+    Raises:
+        UserError: all that a run would refuse before it builds a model, prompts and weights apart.
+    """
+    for option, value in (("--nodes", nodes), ("--gpus-per-node", gpus_per_node)):
+        if value < 1:
+            raise UserError(f"{option} = {value}: must be at least 1")
+    world_size, parallel = nodes * gpus_per_node, config.parallel
+    hf_config = read_hf_config(config)
+    cross_check(config, world_size, hf_config)
+    layout = Layout(world_size, tp=parallel.tp, pp=parallel.pp, cp=parallel.cp, ep=parallel.ep)
+    actor = replace(ModelSpec.from_hf_config(hf_config), dtype=config.model.dtype)
+    if actor.moe_layers:
+        raise UserError(f"model_type {actor.model_type} has experts, and those cannot be trained yet: use a dense model")
+
+    def other(key: str, path: str | None) -> ModelSpec:
+        same = path is None or path == config.model.path
+        spec = actor if same else ModelSpec.from_hf_config(read_hf_config_file(key, str(path)))
+        return replace(spec, dtype=config.model.dtype)
+
+    needs_critic = registry.algorithm(config.algorithm.name).needs_critic
+    needs_reference = config.algorithm.kl_placement != "none"
+    job = PlannedJob(
+        config,
+        gpu,
+        nodes,
+        gpus_per_node,
+        layout,
+        actor,
+        other("model.critic_path", config.model.critic_path).with_role("critic") if needs_critic else None,
+        other("model.reference_path", config.model.reference_path) if needs_reference else None,
+    )
+    for spec in job.roles.values():
+        check_megatron_layout(spec, layout, padded_vocab_size(spec.vocab_size, layout.tp))
+        layout.layers_of(0, spec.num_layers)
+    vllm_shard_map(actor, job.generation_tp, 0, config.model.dtype)
+    return job

@@ -1,0 +1,35 @@
+#!/bin/bash
+# PPO of a 70B model: 16 nodes of 8 GPUs, actor and critic trained by Megatron-core, rollouts by vLLM.
+#   sbatch slurm/ppo_70b.sh [key=value ...]
+#   sbatch --nodes=2 slurm/ppo_70b.sh model.path=/models/other steps=2
+# Submit from the checkout. Options of sbatch win over the lines below, key=value over the configuration.
+#SBATCH --job-name=ppo_70b
+#SBATCH --nodes=16
+#SBATCH --ntasks-per-node=8
+#SBATCH --cpus-per-task=8
+#SBATCH --gpus-per-node=8
+#SBATCH --mem=0
+#SBATCH --exclusive
+#SBATCH --time=24:00:00
+#SBATCH --signal=USR1@300
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=slurm-%x-%j.log
+# USR1 tells every rank, 300 s before the time limit, to save at the next step; --requeue lets the job go on from there.
+
+# What differs between sites. Partition and account: SBATCH_PARTITION and SBATCH_ACCOUNT, or options of sbatch.
+HPC_RL=${HPC_RL:-$SLURM_SUBMIT_DIR} # the checkout, on a filesystem that all nodes see
+VENV=${VENV:-$HPC_RL/.venv} # made by: bash launch/setup_env.sh --gpu
+CONFIG=${CONFIG:-configs/ppo_70b.yaml}
+RUN=${RUN:-runs/$SLURM_JOB_NAME} # checkpoints and rollouts: on the parallel filesystem
+MODULES=${MODULES:-} # for example "cuda/13.0 openmpi/5.0"
+export NCCL_SOCKET_IFNAME=${NCCL_SOCKET_IFNAME:-} # for example ib0; empty: NCCL chooses
+
+set -euo pipefail
+for m in $MODULES; do module load "$m"; done
+[ -n "$NCCL_SOCKET_IFNAME" ] || unset NCCL_SOCKET_IFNAME
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$SLURM_CPUS_PER_TASK} SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK PYTHONUNBUFFERED=1
+cd "$HPC_RL"
+# No MPI plugin (ranks find each other through SLURM_*), ranks numbered node by node, one failing rank ends all.
+exec srun --mpi=none --distribution=block --kill-on-bad-exit=1 \
+    "$VENV/bin/hpc-rl" train "$CONFIG" run.dir="$RUN" resume=auto "$@"

@@ -1,0 +1,163 @@
+"""The memory model against real engines on the CPU, and against what one H200 showed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from hpc_rl.plan.activations import CHUNK_TOKENS, cut_of, saved_bytes, training_bytes
+from hpc_rl.plan.generation import CPU_KV_CACHE_BYTES, generation_memory
+from hpc_rl.plan.hardware import GB
+from hpc_rl.plan.memory import memory
+from hpc_rl.plan.static import static_bytes
+from hpc_rl.plan.storage import checkpoint_bytes
+from tests.plan.engines import checkpoint, held, saved
+from tests.plan.jobs import QWEN2_1B, SMALL, config_of, job_of
+from tests.ranks import run_ranks
+
+STATIC = {  # name: (ranks, role, dtype, model, parallel)
+    "one-bf16": (1, "actor", "bfloat16", {}, {}),
+    "one-fp32": (1, "actor", "float32", {}, {}),
+    "tp2": (2, "actor", "bfloat16", {}, {"tp": 2}),
+    "pp2-tied": (2, "actor", "float32", {"tie_word_embeddings": True}, {"pp": 2}),
+    "dp2": (2, "actor", "bfloat16", {}, {}),
+    "tp2pp2dp2": (8, "actor", "bfloat16", {"vocab_size": 19990}, {"tp": 2, "pp": 2}),
+    "critic-tp2": (2, "critic", "float32", {}, {"tp": 2}),
+    "reference": (1, "reference", "bfloat16", {}, {}),
+}
+
+
+@pytest.mark.parametrize("case", STATIC)
+def test_weights_gradients_and_optimizer_are_what_engines_hold(case: str) -> None:
+    ranks, role, dtype, model, parallel = STATIC[case]
+    config = config_of({**SMALL, **model}, dtype=dtype, **parallel)
+    job = job_of(config, ranks)
+    for got in run_ranks(ranks, held, config, role):
+        expected = static_bytes(job, role, got["pp"])
+        for kind in ("weights", "gradients", "optimizer"):
+            assert got[kind] == pytest.approx(getattr(expected, kind), rel=0.01), (kind, got)
+        # The memory that the operating system gave the process: what the tensors do not explain is little.
+        assert got["process"] == pytest.approx(expected.total, rel=0.10), got
+
+
+NARROW = {**SMALL, "vocab_size": 1024, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4}
+SAVED: dict[str, tuple[int, str, str, dict[str, Any], dict[str, Any]]] = {
+    "one": (1, "actor", "float32", {}, {}),
+    "bf16": (1, "actor", "bfloat16", {}, {}),
+    "critic": (1, "critic", "float32", {}, {}),
+    "qwen3": (1, "actor", "bfloat16", {"model_type": "qwen3"}, {}),
+    "qwen3-fp32": (1, "actor", "float32", {"model_type": "qwen3"}, {}),
+    "wide-ffn": (1, "actor", "float32", {"intermediate_size": 2048}, {}),
+    "sequence-parallel": (2, "actor", "float32", {}, {"tp": 2}),
+    "tp-alone": (2, "actor", "float32", {}, {"tp": 2, "sequence_parallel": False}),
+    "stages": (2, "actor", "float32", {}, {"pp": 2}),
+    "recompute": (1, "actor", "float32", {}, {"recompute": "full"}),
+    "recompute-tp2": (2, "actor", "bfloat16", {}, {"tp": 2, "recompute": "full"}),
+}
+
+
+@pytest.mark.parametrize("case", SAVED)
+def test_activations_are_what_autograd_saves(case: str) -> None:
+    ranks, role, dtype, model, parallel = SAVED[case]
+    config = config_of({**NARROW, **model}, dtype=dtype, tokens=512, **parallel)
+    job = job_of(config, ranks)
+    assert job.micro_batch_tokens(8) == 512
+    spec, pp = job.roles[role], job.layout.pp
+    for stage, got in run_ranks(ranks, saved, config, role, 8, 64):
+        layers = len(job.layout.layers_of(stage, spec.num_layers)[0])
+        expected = saved_bytes(spec, cut_of(job), layers, 512, is_first=stage == 0, is_last=stage == pp - 1)
+        if parallel.get("recompute"):  # the layers' rotary angles are kept by the recomputation itself, not by autograd
+            expected -= 512 * 4 * spec.head_dim
+        assert got == pytest.approx(expected, rel=0.05), (stage, got / 512, expected / 512)
+
+
+def test_activations_of_an_h200() -> None:
+    """One H200, torch 2.11: peaks of an actor's update that torch reported, 16 or 32 x 640 tokens of 1.41 B parameters.
+
+    The second run began with 10 bytes per parameter of the first one's engine still there (weights, gradients and main
+    weights hang in a reference cycle; a CPU run shows the same), which are taken off.
+    """
+    for tokens, peak_gb in ((10240, 46.4), (20480, 80.8 - 10 * 1.411e9 / GB)):
+        config = config_of(QWEN2_1B, dtype="bfloat16", tokens=tokens, prompts=128, length=640, algorithm="dapo",
+                           rollout={"samples_per_prompt": 2})  # fmt: skip
+        job = job_of(config, gpu="h200")
+        held_gb = static_bytes(job, "actor", 0).total / GB
+        activations = sum(training_bytes(job.actor, cut_of(job), 28, tokens, 1, is_first=True, is_last=True)) / GB
+        assert held_gb == pytest.approx(18 * 1.411e9 / GB, rel=0.001)
+        assert held_gb + activations == pytest.approx(peak_gb, rel=0.03)
+        assert activations == pytest.approx(peak_gb - held_gb, rel=0.05)
+        update = next(phase for phase in memory(job).phases if phase.name == "actor update")
+        assert update.parts["activations"] + update.parts["temporaries"] == pytest.approx(activations * GB)
+
+
+def test_constants_are_the_engines() -> None:
+    from hpc_rl.engine import head
+    from hpc_rl.rollout import vllm_compat
+
+    assert head.CHUNK_TOKENS == CHUNK_TOKENS
+    assert vllm_compat.CPU_KV_CACHE_BYTES == CPU_KV_CACHE_BYTES
+
+
+@pytest.mark.parametrize(("case", "dtype"), [("one", "bfloat16"), ("dp2", "float32"), ("tp2pp2", "bfloat16")])
+def test_checkpoint_is_what_a_checkpoint_writes(case: str, dtype: str) -> None:
+    ranks, parallel = {"one": (1, {}), "dp2": (2, {}), "tp2pp2": (4, {"tp": 2, "pp": 2})}[case]
+    config = config_of(NARROW, dtype=dtype, algorithm="dapo", rollout={"samples_per_prompt": 2}, **parallel)
+    for nbytes, files in run_ranks(ranks, checkpoint, config, "actor"):
+        assert nbytes == checkpoint_bytes(job_of(config, ranks))
+        assert files == ranks
+
+
+def test_phases_add_up() -> None:
+    """By hand: a reference, no critic; 4 H100s, tp 2, pp 2."""
+    config = config_of(QWEN2_1B, dtype="bfloat16", tokens=4096, prompts=8, length=1024, algorithm="grpo",
+                       rollout={"samples_per_prompt": 2, "gpu_memory_utilization": 0.25}, tp=2, pp=2)  # fmt: skip
+    config = replace(config, algorithm=replace(config.algorithm, kl_placement="loss"))
+    job = job_of(config, 4, gpu="h100")
+    result = memory(job)
+    phases = {phase.name: phase for phase in result.phases}
+    assert list(phases) == ["start", "generation", "scoring", "actor update", "reshard"]
+    params = 14 * (1536 * 1536 * 2 + 2 * 256 * 1536 + 3 * 1536 * 8960 + 2048) / 2 + 32768 * 1536 / 2
+    update = phases["actor update"].parts
+    assert update["actor weights"] == pytest.approx(2 * params, rel=0.01)
+    assert update["actor gradients"] == pytest.approx(4 * params, rel=0.01)
+    assert update["actor optimizer"] == pytest.approx(12 * params, rel=0.01)
+    assert update["reference weights"] == pytest.approx(2 * params, rel=0.01)
+    # Stage 0 keeps two micro-batches of 4096 tokens: b (4 h + 4 q + 3 f) / tp + log-sum-exp, 14 layers each.
+    layer = 2 * (4 * 1536 + 4 * 1536 + 3 * 8960) / 2 + 4 * 12 / 2
+    assert phases["actor update"].stage == 0
+    assert update["activations"] == pytest.approx(2 * 4096 * 14 * layer, rel=0.02)
+    weights = 2 * (28 * (1536 * 1536 * 2 + 2 * 256 * 1536 + 3 * 1536 * 8960) + 2 * 32768 * 1536) / 2
+    assert result.generation.weights == pytest.approx(weights, rel=0.01)
+    kv = 0.25 * 79.2 * GB - result.generation.weights - result.generation.activations
+    assert phases["generation"].parts["KV cache"] == pytest.approx(kv)
+    assert result.generation.kv_tokens == int(kv / (2 * 28 * 1 * 128 * 2))
+
+
+def phase_bytes(**changes: Any) -> dict[str, float]:
+    rollout = {k: changes.pop(k) for k in ("sleep_level", "gpu_memory_utilization") if k in changes}
+    config = config_of(QWEN2_1B, dtype="bfloat16", tokens=8192, prompts=64, length=1024, rollout=rollout, **changes)
+    return {phase.name: phase.nbytes for phase in memory(job_of(config, 2, gpu="h200")).phases}
+
+
+def test_settings_move_memory_where_they_should() -> None:
+    base = phase_bytes()
+    offloaded = phase_bytes(offload=True)
+    static = sum(static_bytes(job_of(config_of(QWEN2_1B, dtype="bfloat16"), 2, gpu="h200"), r, 0).total
+                 for r in ("actor", "critic", "reference"))  # fmt: skip
+    assert base["generation"] - offloaded["generation"] == pytest.approx(static)
+    assert offloaded["start"] == base["start"]  # vLLM starts before the first off-load
+    assert offloaded["actor update"] == base["actor update"]
+    awake = phase_bytes(sleep_level=0)
+    assert awake["actor update"] - base["actor update"] > 0.4 * 139.8 * GB
+    recomputed = phase_bytes(recompute="full")
+    assert recomputed["actor update"] < base["actor update"] - 15 * GB
+    assert recomputed["generation"] == base["generation"]
+
+
+def test_vllm_on_the_cpu() -> None:
+    job = job_of(config_of(SMALL))
+    generation = generation_memory(job)
+    assert generation.kv_cache == CPU_KV_CACHE_BYTES
+    assert generation.kv_bytes_per_token == 2 * 8 * 4 * 64 * 4
