@@ -28,6 +28,7 @@ TOKEN_DTYPES = {
     "advantages": torch.float32,
     "returns": torch.float32,
     "loss_weights": torch.float32,  # what a token's loss counts in the mini-batch's loss (algo/losses.py)
+    "value_loss_weights": torch.float32,  # 1 / response tokens: of the critic's loss, and of metrics
 }
 SEQUENCE_DTYPES = {
     "prompt_ids": torch.int64,  # as in the prompt file

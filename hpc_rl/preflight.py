@@ -54,6 +54,23 @@ def check_data(config: Config) -> None:
         read_records(config.data.eval_prompts, config.data.format, required, needed_by)
 
 
+def preflight_eval(config: Config, world_size: int) -> None:
+    """Refuses an evaluation that cannot succeed; as cheap as `preflight`.
+
+    Raises:
+        UserError: one line with the value, the rule and the fix.
+    """
+    check_torchvision()
+    hf_config = check_models(config)
+    cross_check(config, world_size, hf_config)
+    check_device(config)
+    check_resume(config, hf_config)
+    required = RewardFunction.from_config(config.reward).required_fields
+    if not config.data.eval_prompts:
+        raise UserError("data.eval_prompts is null, but an evaluation needs held-out prompts: set it to a JSONL file")
+    read_records(config.data.eval_prompts, config.data.format, required)
+
+
 def check_torchvision() -> None:
     """Refuses a torchvision built for another torch: importing transformers would die in it. Raises UserError."""
     try:

@@ -20,7 +20,7 @@ from hpc_rl.algo.step import (
     value_loss,
 )
 from hpc_rl.batch import Batch
-from hpc_rl.build import build
+from hpc_rl.build import Job, build
 from hpc_rl.config import Config
 from hpc_rl.data.curriculum import Curriculum
 from hpc_rl.data.prompts import PromptSet
@@ -40,12 +40,14 @@ class RLTrainer(Trainer):
         UserError: what does not fit, before any model is built.
     """
 
+    job: Job
+
     def __init__(self, config: Config) -> None:
         algorithm(config.algorithm.name)  # an objective without rollouts has a trainer of its own
-        self.job = build(config)
+        job = build(config)
         self.kl = KLController(config.algorithm)
-        self.curriculum = Curriculum(self.job.prompts, config.data)
-        super().__init__(config, self.job)
+        self.curriculum = Curriculum(job.prompts, config.data)
+        super().__init__(config, job)
         self._sync_weights()
 
     def step(self, step: int) -> dict[str, float]:

@@ -42,7 +42,8 @@ class Trainer(ABC):
     """
 
     def __init__(self, config: Config, job: TrainingJob) -> None:
-        self.config, self._job = config, job
+        self.config = config
+        self.job: TrainingJob = job
         self._synchronize = torch.cuda.synchronize if job.parallel.device.type == "cuda" else None
         self.steps_done = 0
         self._restore()
@@ -57,10 +58,10 @@ class Trainer(ABC):
             if self._is_due(self.config.eval.every, step, self.config.steps):
                 metrics |= self.evaluate()
             self.sinks.write(step, metrics)
-            self._job.checkpointer.poll()
+            self.job.checkpointer.poll()
             if step == last or self._is_due(self.config.checkpoint.every, step, last):
                 self._save(step, metrics)
-        self._job.checkpointer.wait()
+        self.job.checkpointer.wait()
         return metrics
 
     @abstractmethod
@@ -74,7 +75,7 @@ class Trainer(ABC):
     def close(self) -> None:
         """Ends the run's writers and leaves the job."""
         self.sinks.close()
-        self._job.close()
+        self.job.close()
 
     def _meter(self) -> Meter:
         return Meter(self._synchronize)
@@ -85,36 +86,42 @@ class Trainer(ABC):
 
     # ---- resume -----------------------------------------------------------------------------------------------
 
+    @abstractmethod
     def _small_state(self) -> dict[str, Any]:
         """What a subclass wants back at a resume, as small JSON values."""
-        return {}
 
+    @abstractmethod
     def _load_small_state(self, state: Mapping[str, Any]) -> None:
         """Takes ``_small_state()`` back."""
 
     def _save(self, step: int, metrics: Mapping[str, float]) -> None:
-        states = {role: engine.state() for role, engine in self._job.trained.items()}
+        states = {role: engine.state() for role, engine in self.job.trained.items()}
         extra = {
             "step": step,
-            "prompts": self._job.prompts.state(),
+            "prompts": self.job.prompts.state(),
             "engines": {role: values for role, (_, _, values) in states.items()},
             **self._small_state(),
         }
         components = {role: (shard_map, tensors) for role, (shard_map, tensors, _) in states.items()}
         best = self.config.checkpoint.keep_best
         judged_by = {best: float(metrics[best])} if best is not None and best in metrics else {}
-        self._job.checkpointer.save(step, components, extra, rng.capture(), judged_by)
+        self.job.checkpointer.save(step, components, extra, rng.capture(), judged_by)
 
     def _restore(self) -> None:
-        path = self._job.resume_from
+        path = self.job.resume_from
         if path is None:
             return
-        engines = self._job.trained
+        engines = self.job.trained
         components = {role: engine.state()[:2] for role, engine in engines.items()}
-        extra, per_rank = self._job.checkpointer.load(path, components)
+        if self.config.resume == "auto":
+            loaded = self.job.checkpointer.load_newest(components)
+            assert loaded is not None, f"{path} was there when the run started"
+            _, extra, per_rank = loaded
+        else:
+            extra, per_rank = self.job.checkpointer.load(path, components)
         for role, engine in engines.items():
             engine.load_state(extra["engines"][role])
-        self._job.prompts.load_state(extra["prompts"])
+        self.job.prompts.load_state(extra["prompts"])
         self._load_small_state(extra)
         self.steps_done = int(extra["step"])
         if per_rank is not None:

@@ -199,7 +199,8 @@ def _evaluation(config: Config) -> None:
     values = config.eval
     if values.every and not config.data.eval_prompts:
         raise UserError(
-            f"eval.every = {values.every} needs held-out prompts, but data.eval_prompts is null: set it, or eval.every=0"
+            f"eval.every = {values.every} needs held-out prompts, but data.eval_prompts is null: set it, or set "
+            "eval.every=0"
         )
     if values.samples_per_prompt > 1 and values.temperature == 0:
         raise UserError(

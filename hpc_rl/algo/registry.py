@@ -6,7 +6,7 @@ Estimators and losses are named here and defined in adapters.py, so that a confi
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -125,7 +125,7 @@ def algorithm(name: str) -> Algorithm:
     if name in ALGORITHMS:
         return ALGORITHMS[name]
     if name in OBJECTIVES:
-        raise UserError(f"algorithm.name = {name} has no rollouts, but this needs one of {', '.join(ALGORITHMS)}: set it")
+        raise UserError(f"algorithm.name = {name} has no rollouts, which are needed here: set one of {_or(ALGORITHMS)}")
     raise _unknown(name)
 
 
@@ -140,7 +140,11 @@ def _unknown(name: str) -> UserError:
     names = [*ALGORITHMS, *OBJECTIVES]
     close = difflib.get_close_matches(name.lower().replace("-", "_"), names, n=1)
     hint = f"did you mean {close[0]}? " if close else ""
-    return UserError(f"algorithm.name = {name} is not known: {hint}set one of {', '.join(names)}")
+    return UserError(f"algorithm.name = {name} is not known: {hint}set one of {_or(names)}")
+
+
+def _or(names: Iterable[str]) -> str:
+    return ", ".join(names)
 
 
 def with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
