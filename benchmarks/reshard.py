@@ -45,7 +45,7 @@ LARGE: dict[str, tuple[dict[str, Any], Layout]] = {
         Layout(512, tp=8, pp=8),
     ),
     "Llama 405B": (
-        LLAMA | {"hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126, "num_attention_heads": 128},  # noqa: E501
+        LLAMA | {"hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126, "num_attention_heads": 128},
         Layout(1024, tp=8, pp=16),
     ),
     "Qwen3 235B-A22B": (

@@ -22,15 +22,17 @@ from hpc_rl.errors import UserError
 from hpc_rl.parallel import state as parallel_state
 from hpc_rl.parallel.collectives import agree
 from hpc_rl.parallel.state import ParallelState
+from hpc_rl.reshard.cache import PlanCache
 from hpc_rl.reshard.connect import connect
 from hpc_rl.reshard.execute import Resharder
 from hpc_rl.reward.score import RewardFunction
 from hpc_rl.rollout.vllm import VLLMEngine
 from hpc_rl.storage.checkpoint import Checkpointer
+from hpc_rl.storage.lock import RunLock
 from hpc_rl.tensors.canonical import VALUE_HEAD, ModelSpec
 from hpc_rl.tensors.hf import load_into, open_hf
 from hpc_rl.tensors.random_init import fill_random
-from launch.env import RankInfo, detect, export_torch_env
+from launch.env import RankInfo, detect, export_torch_env, job_id
 from launch.nodes import check_nodes
 
 
@@ -61,6 +63,7 @@ class Job:
         self.checkpointer.close()
         self.sampler.close()
         parallel_state.destroy()
+        release_run_dir()
 
 
 def build(config: Config) -> Job:
@@ -93,6 +96,7 @@ def build(config: Config) -> Job:
             actor.shard_map(),
             sampler.shard_map(),
             config=config.reshard,
+            cache=PlanCache(Path(config.run.dir) / "plans"),
             node_size=parallel.node_size,
             timeout_s=config.launch.timeout_s,
         ),
@@ -159,6 +163,7 @@ def build_checkpointer(config: Config, parallel: ParallelState) -> Checkpointer:
         rank=parallel.rank,
         world_size=parallel.layout.world_size,
         group=dist.group.WORLD,
+        storage=config.storage,
     )
 
 
@@ -204,15 +209,29 @@ def choose_device(config: Config, info: RankInfo) -> torch.device:
 
 
 def prepare_run_dir(config: Config, hf_config: Mapping[str, Any], parallel: ParallelState, launcher: str) -> None:
-    """Sets an earlier run aside and writes what a run starts with."""
+    """Takes the run directory for this job, sets an earlier run aside and writes what a run starts with.
+
+    The lock is rank 0's until `release_run_dir`, or until its process ends.
+    """
     error: BaseException | None = None
     if parallel.rank == 0:
         try:
+            if not _LOCKS:
+                _LOCKS.append(RunLock(config.run.dir, job_id()))
             say(run_dir.set_aside(config, keep_logs=launcher != "none"))
             run_dir.write_start(config, hf_config)
         except Exception as caught:  # the other ranks wait in `agree` to hear of it
             error = caught
     agree(error)
+
+
+_LOCKS: list[RunLock] = []  # of this process; at most one
+
+
+def release_run_dir() -> None:
+    """Gives the run directory back, if this process holds it."""
+    while _LOCKS:
+        _LOCKS.pop().release()
 
 
 def say(line: str | None) -> None:

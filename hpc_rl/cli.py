@@ -108,7 +108,7 @@ def plan_command(
     overrides: Overrides = None,
     nodes: Annotated[int | None, typer.Option(help="nodes; default: launch.nodes, or 1")] = None,
     gpus_per_node: Annotated[int | None, typer.Option(help="GPUs of a node; default: launch.nproc")] = None,
-    gpu: Annotated[str | None, typer.Option(help="a100, a100-40, h100, h200, gh200, b200 or l40s; default: h100")] = None,
+    gpu: Annotated[str | None, typer.Option(help="h100 (default), h200, b200, gh200, a100, a100-40, l40s")] = None,
     gpu_memory_gb: Annotated[float | None, typer.Option(help="memory of a GPU, instead of the table's")] = None,
     as_json: Json = False,
 ) -> None:

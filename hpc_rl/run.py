@@ -90,7 +90,6 @@ def import_heavy() -> None:
     collection looks at it either.
     """
     gc.disable()
-    import transformers.models.auto.tokenization_auto
 
     import hpc_rl.train  # noqa: F401
 

@@ -11,7 +11,7 @@ from typing import Any
 from hpc_rl.algo.registry import Objective, objective
 from hpc_rl.algo.supervised import supervised_loss, with_weights
 from hpc_rl.batch import Batch
-from hpc_rl.build import build_checkpointer, build_engine, find_checkpoint, join, say
+from hpc_rl.build import build_checkpointer, build_engine, find_checkpoint, join, release_run_dir, say
 from hpc_rl.config import Config
 from hpc_rl.data.examples import Examples
 from hpc_rl.data.prompts import PromptStream
@@ -47,6 +47,7 @@ class SupervisedJob:
         """Waits for the write in flight, leaves the process group."""
         self.checkpointer.close()
         parallel_state.destroy()
+        release_run_dir()
 
 
 def build_supervised(config: Config) -> SupervisedJob:
@@ -99,6 +100,7 @@ class SupervisedTrainer(Trainer):
         batch = job.examples.batch(job.prompts.next_step())
         with meter.phase("score"):
             batch = self._score(batch)
+        job.checkpointer.fence()  # weights may change once the save in flight has its copy
         with meter.phase("update"):
             metrics = job.model.train_batch(batch, self._loss)
         self.steps_done = step

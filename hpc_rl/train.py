@@ -58,6 +58,7 @@ class RLTrainer(Trainer):
         with meter.phase("score"):
             batch = self._score(batch)
         batch, metrics = prepare(batch, self.config, self.kl.coef)
+        self.job.checkpointer.fence()  # weights may change once the save in flight has its copy
         with meter.phase("update"):
             metrics |= self._update(step, batch)
         with meter.phase("reshard"):
@@ -118,6 +119,8 @@ class RLTrainer(Trainer):
         """The actor's weights into the sampler, stamped with the number of steps they have learned."""
         job, version = self.job, self.steps_done
         job.colocation.reshard()
+        if job.parallel.device.type == "cuda" and self.config.rollout.sleep_level == 2:
+            job.resharder.invalidate()  # the sampler slept its weights away: a delta has nothing to change
         metrics = job.resharder.sync(version)
         job.sampler.set_version(version)
         return {

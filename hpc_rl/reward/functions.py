@@ -84,7 +84,7 @@ def reasoning_gym(
     ``<answer>`` tag (``tag``), the last number (``number``), all of it (``all``), or the tag if there is one and
     otherwise all (``auto``).
     """
-    from reasoning_gym import get_score_answer_fn  # 0.5 s: only runs that use it pay
+    from hpc_rl.reward.reasoning import factory
 
     answer: str | None = response.strip()
     tags = _ANSWER_TAG.findall(response)
@@ -93,7 +93,7 @@ def reasoning_gym(
     elif extract == "number":
         numbers = _NUMBER.findall(response)
         answer = numbers[-1].replace(",", "") if numbers else None
-    return float(get_score_answer_fn(fields["task"])(answer, fields["entry"]))
+    return float(factory().get_score_answer_fn(fields["task"])(answer, fields["entry"]))
 
 
 def last_number(text: str) -> float | None:

@@ -45,6 +45,7 @@ class Job:
     stage: Path | None
     files: Files
     finish: Finish | None
+    report: Report | None = None  # of a shard that is written already
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +151,7 @@ class Writer:
         job.files.makedirs(job.partial)
         if job.finish:
             sweep(job.files, job.final.parent, job.partial)
-        report = self.write(job)
+        report = job.report or self.write(job)
         mark(job.files, job.partial, job.rank, report.to_json(), "json")
         if job.finish:
             assert self.whole is not None, "the finishing rank needs the plan of all ranks"
@@ -217,6 +218,4 @@ def main() -> None:
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
     if os.getppid() != parent:
         return
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)  # meant for the trainer, which then waits for this process
     Writer(Connection(pipe_fd), memory_fd).serve()

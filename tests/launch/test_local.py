@@ -105,8 +105,12 @@ def test_ranks_die_with_their_parent(tmp_path: Path) -> None:
     job = start(tmp_path, 2, "--fail", "1", "hang")
     pids = [r["pid"] for r in seen(tmp_path, 2)]
     job.kill()
-    job.communicate()
-    wait_until(lambda: not any(map(alive, pids)), 5)
+    job.wait()
+    try:
+        wait_until(lambda: not any(map(alive, pids)), 5)
+    finally:
+        for pid in filter(alive, pids):
+            os.kill(pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])

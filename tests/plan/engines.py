@@ -23,7 +23,8 @@ from hpc_rl.tensors.canonical import ModelSpec
 def engine_of(role: str, config: Config, state: ParallelState) -> MegatronEngine:
     """An engine with random weights; its norms are ones."""
     optimizer = None if role == "reference" else config.actor
-    engine = MegatronEngine(role, ModelSpec.from_hf_config(config.model.config or {}), config, state, optimizer=optimizer)
+    spec = ModelSpec.from_hf_config(config.model.config or {})
+    engine = MegatronEngine(role, spec, config, state, optimizer=optimizer)
     with torch.no_grad():
         for parameter in engine.module.parameters():
             parameter.normal_(0, 0.02) if parameter.dim() > 1 else parameter.fill_(1.0)

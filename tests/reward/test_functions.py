@@ -6,6 +6,7 @@ import pytest
 
 from hpc_rl.reward import functions
 from hpc_rl.reward.functions import contains_answer, exact_match, last_number, length_penalty, numeric_match
+from hpc_rl.reward.reasoning import factory
 
 
 @pytest.mark.parametrize(
@@ -79,9 +80,7 @@ def test_length_penalty() -> None:
 
 
 def test_reasoning_gym_scores_with_its_own_verifiers() -> None:
-    from reasoning_gym import create_dataset
-
-    entry = create_dataset("basic_arithmetic", size=1, seed=1)[0]
+    entry = factory().create_dataset("basic_arithmetic", size=1, seed=1)[0]
     fields = {"task": "basic_arithmetic", "entry": entry}
     right = entry["answer"]
     score = functions.reasoning_gym

@@ -12,7 +12,8 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import tempfile
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -20,7 +21,8 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hpc_rl.data.tasks.byte_tokenizer import EOS_ID, PAD_ID, VOCAB_SIZE, byte_tokenizer
-from hpc_rl.data.tasks.output import replace_directory
+from hpc_rl.data.tasks.output import whole_directory, write_whole
+from hpc_rl.errors import UserError
 
 Pair = tuple[int, int]
 
@@ -45,7 +47,7 @@ def write_prompts(path: Path, pairs: list[Pair], first_id: int) -> None:
         json.dumps({"prompt_id": first_id + i, "text": f"{a}+{b}=", "answer": str(a + b)})
         for i, (a, b) in enumerate(pairs)
     ]
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    write_whole(path, "\n".join(lines) + "\n")
 
 
 def careless_answer(pair: Pair, rng: random.Random) -> int:
@@ -139,16 +141,14 @@ def make(directory: Path, seed: int) -> None:
     torch.set_num_threads(1)  # the sums of several threads come in another order: another model
     train, held_out = split_pairs(seed)
     model = pretrain(train, held_out, seed)
-    directory.mkdir(parents=True, exist_ok=True)
     write_prompts(directory / "prompts.jsonl", train[:NUM_TRAIN], first_id=NUM_EVAL)
     write_prompts(directory / "eval.jsonl", held_out, first_id=0)
-    with tempfile.TemporaryDirectory(dir=directory, prefix=".model-") as scratch:
-        model.save_pretrained(Path(scratch) / "model")
-        byte_tokenizer(MAX_TOKENS).save_pretrained(Path(scratch) / "model")
-        replace_directory(Path(scratch) / "model", directory / "model")
+    with whole_directory(directory / "model") as scratch:
+        model.save_pretrained(scratch)
+        byte_tokenizer(MAX_TOKENS).save_pretrained(scratch)
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m hpc_rl.data.tasks.addition",
         description="Make the prompts, the byte tokenizer and the tiny model of the quickstart.",
@@ -156,9 +156,14 @@ def main() -> None:
     )
     parser.add_argument("directory", type=Path, help="where prompts.jsonl, eval.jsonl and model/ go")
     parser.add_argument("--seed", type=int, default=0, help="of the split, the weights and the mistakes (default 0)")
-    arguments = parser.parse_args()
-    make(arguments.directory, arguments.seed)
+    arguments = parser.parse_args(argv)
+    try:
+        make(arguments.directory, arguments.seed)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
