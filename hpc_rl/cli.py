@@ -38,6 +38,24 @@ def train(config: ConfigArg, overrides: Overrides = None, debug: Debug = False) 
     raise typer.Exit(run_train(config, overrides or []))
 
 
+@app.command("eval", epilog="Example: hpc-rl eval configs/quickstart.yaml checkpoint=runs/quickstart --json")
+def eval_command(
+    config: ConfigArg,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="checkpoint=RUN_OR_CHECKPOINT [model.path], key=value")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Score a checkpoint on the held-out prompts: pass@k, mean reward with its confidence interval."""
+    quiet()
+    from hpc_rl.run import run_eval
+
+    report = run_eval(config, overrides or [], as_json=as_json)
+    if isinstance(report, int):
+        raise typer.Exit(report)
+    _print(report, as_json)
+
+
 @app.command(epilog="Example: hpc-rl inspect runs/default/checkpoints/checkpoint_20_complete --verify")
 def inspect(
     path: Annotated[Path, typer.Argument(help="a checkpoint, a shard file, a rollouts directory or a run")],
@@ -53,7 +71,7 @@ def inspect(
     if report.get("kind") == "checkpoint" and not (tensors or as_json):
         report = {name: value for name, value in report.items() if name != "tensors"}
     _print(report, as_json)
-    if verify and "damaged: " in json.dumps(report, default=str) or report.get("verified") is False:
+    if (verify and "damaged: " in json.dumps(report, default=str)) or report.get("verified") is False:
         raise typer.Exit(1)
 
 
