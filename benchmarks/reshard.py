@@ -6,7 +6,6 @@ On the CPU the transfers run over 8 gloo processes; on a machine with GPUs also 
 from __future__ import annotations
 
 import resource
-import statistics
 import time
 from typing import Any
 
@@ -65,7 +64,7 @@ def run(quick: bool = False) -> dict[str, Any]:
     ratio, errors = every_pair(table)
     plans = plan_large({"Llama 70B"} if quick else set(LARGE), table)
     errors += sum(p[1] for p in plans.values())
-    fraction, sparse = over_gloo(3 if quick else 7, table)
+    fraction, sparse = over_gloo(7 if quick else 15, table)
     bars = [
         bar("bytes_over_lower_bound", ratio, "ratio", 1.0, "lower"),
         bar("incremental_bytes_fraction_at_1pct", sparse, "fraction", 0.06, "lower"),
@@ -150,12 +149,12 @@ def over_gloo(repeats: int, table: list[dict[str, Any]]) -> tuple[float, float]:
     results = on_ranks(8, gloo_rank, repeats)
     sync, bare = ([max(r[key][i] for r in results) for i in range(repeats)] for key in ("sync", "bare"))
     received, sparse = (sum(r[key] for r in results) for key in ("received", "sparse"))
-    ratio = statistics.median(b / s for b, s in zip(bare, sync, strict=True))
+    ratio = min(bare) / min(sync)  # best of each, run in turn: what else runs on the machine slows both
     bound = sum(r["bound"] for r in results)
     for what, seconds in (("gloo: full sync", sync), ("gloo: bare batched send/recv", bare)):
-        rate = received / statistics.median(seconds) / 1e9
+        rate = received / min(seconds) / 1e9
         note = f"{rate:.2f} GB/s; 8 processes, 200 M bf16, TP2PP2DP2 -> gen TP4"
-        table.append(row(what, received, bound, statistics.median(seconds), note))
+        table.append(row(what, received, bound, min(seconds), note))
     table.append(row("gloo: sync, 1% changed", sparse, None, max(r["delta_seconds"] for r in results)))
     table.append(row("gloo: verification", None, None, max(r["verify_seconds"] for r in results)))
     return ratio, sparse / received
