@@ -34,6 +34,9 @@ LAYOUTS: Mapping[str, Mapping[str, int]] = {
 }
 
 
+ALL_STEPS = (("grpo", "dp2"), ("grpo", "tp2"), ("ppo", "dp2"), ("ppo", "tp2"))
+
+
 def run(quick: bool = False) -> dict[str, Any]:
     """All scenarios. Raises UserError where fewer than two GPUs are."""
     if torch.cuda.device_count() < 2:
@@ -57,12 +60,11 @@ def run(quick: bool = False) -> dict[str, Any]:
             print(json.dumps(figures), flush=True)
             return figures
 
-        train = {name: scenario("train", name, nproc=1 if name == "one" else 2) for name in LAYOUTS}
-        pairs = [("tp2", 2), ("tp2", 1), ("pp2", 2), ("dp2", 2)]
-        reshard = {pair: scenario("reshard", pair[0], str(pair[1])) for pair in pairs}
+        train = scenario("train", "one", nproc=1) | scenario("train", "tp2", "pp2", "dp2")
+        reshard = scenario("reshard", "2", "tp2", "pp2", "dp2") | scenario("reshard", "1", "tp2")
         for gen_tp in ("2", "1"):
             scenario("cycles", gen_tp)
-        for algorithm, layout in (("grpo", "dp2"), ("grpo", "tp2"), ("ppo", "dp2"), ("ppo", "tp2")):
+        for algorithm, layout in (("grpo", "dp2"), ("ppo", "tp2")) if quick else ALL_STEPS:
             scenario("step", algorithm, layout)
         scenario("save", "tp2")
         scenario("resume", "dp2")
@@ -72,16 +74,17 @@ def run(quick: bool = False) -> dict[str, Any]:
     return {"bars": _bars(train, reshard), "table": rows}
 
 
-def _bars(train: Mapping[str, Figures], reshard: Mapping[tuple[str, int], Figures]) -> list[Figures]:
-    one = train["one"].get("tokens_per_s", float("nan"))
+def _bars(train: Figures, reshard: Figures) -> list[Figures]:
+    one = train.get("one", {}).get("tokens_per_s", float("nan"))
     out = [
-        bar(f"train_{n}_efficiency", train[n].get("tokens_per_s", 0.0) / (2 * one), "", 0.8, "higher")
+        bar(f"train_{n}_efficiency", train[n]["tokens_per_s"] / (2 * one), "", 0.8, "higher")
         for n in ("tp2", "pp2", "dp2")
+        if n in train
     ]
-    for (layout, gen_tp), f in reshard.items():
-        if f.get("bytes_received"):
-            name = f"reshard_{layout}_to_tp{gen_tp}_link_fraction"
-            out.append(bar(name, f["link_gb_per_s"] / f["p2p_gb_per_s"], "", 0.8, "higher"))
+    for name, f in reshard.items():
+        if isinstance(f, dict) and f.get("bytes_received"):
+            rate = f["link_gb_per_s"] / f["p2p_gb_per_s"]
+            out.append(bar(f"reshard_{name.replace(' ', '_')}_link_fraction", rate, "", 0.8, "higher"))
     return out
 
 
@@ -97,14 +100,18 @@ def _config(scratch: Path, layout: str, **values: Any) -> Any:
     )
 
 
-def train(scratch: Path, layout: str) -> Figures:
-    """Tokens per second and the losses of three steps; the same global batch at every layout."""
+def train(scratch: Path, *layouts: str) -> Figures:
+    """Per layout: tokens per second and the losses of three steps on the same global batch."""
+    return {layout: _train(scratch, layout) for layout in layouts}
+
+
+def _train(scratch: Path, layout: str) -> Figures:
     from benchmarks.step import random_batch, seconds_of
     from hpc_rl.build import build_engine, join
+    from hpc_rl.parallel.state import leave_model_parallel
 
     config = _config(scratch, layout)
-    parallel = join(config)
-    actor = build_engine("actor", config, parallel)
+    actor = build_engine("actor", config, join(config))
     batch = random_batch(128, 512, 768, 128)
 
     def loss_fn(outputs: Any, micro: Any) -> Any:
@@ -112,40 +119,71 @@ def train(scratch: Path, layout: str) -> Figures:
 
     losses = [actor.train_batch(batch, loss_fn)["loss"] for _ in range(3)]
     seconds = seconds_of(lambda: actor.train_batch(batch, loss_fn), 2)
-    return {
-        "losses": losses,
-        "tokens_per_s": batch.num_tokens / seconds,
-        "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
-    }
+    figures = {"losses": losses, "tokens_per_s": batch.num_tokens / seconds, "peak_gib": _peak_gib()}
+    actor.close()
+    leave_model_parallel()
+    return figures
 
 
-def reshard(scratch: Path, layout: str, gen_tp: str) -> Figures:
-    """Full syncs and one after an update, digests verified; the link's own rate beside it."""
-    from hpc_rl.build import build_engine, build_sampler, join
+def _peak_gib() -> float:
+    """Of torch's allocator since the last call."""
+    if not torch.cuda.is_available():
+        return 0.0
+    peak = torch.cuda.max_memory_allocated() / 2**30
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    return peak
+
+
+def reshard(scratch: Path, gen_tp: str, *layouts: str) -> Figures:
+    """Per training layout: full syncs and one after an update, digests verified; the link's own rate beside it."""
+    from hpc_rl.build import build_sampler, join
+    from hpc_rl.parallel.state import leave_model_parallel
+
+    config = _config(scratch, layouts[0], **EAGER, **{"rollout.tp": int(gen_tp)})
+    parallel = join(config)
+    sampler = build_sampler(config, parallel)
+    p2p = _p2p_rate(parallel.device)
+    figures: Figures = {}
+    for layout in layouts:
+        leave_model_parallel()
+        figures[f"{layout} to tp{gen_tp}"] = {"p2p_gb_per_s": p2p} | _reshard(scratch, layout, gen_tp, sampler)
+    return figures
+
+
+def _reshard(scratch: Path, layout: str, gen_tp: str, sampler: Any) -> Figures:
+    from hpc_rl.build import build_engine, join
     from hpc_rl.reshard.connect import connect
 
     config = _config(scratch, layout, **EAGER, **{"rollout.tp": int(gen_tp)})
-    parallel = join(config)
-    actor, sampler = build_engine("actor", config, parallel), build_sampler(config, parallel)
-    figures: Figures = {"p2p_gb_per_s": _p2p_rate(parallel.device)}
-    dense = connect(actor.shard_map(), sampler.shard_map(), config=config.reshard, node_size=2, name="dense")
+    actor, target = build_engine("actor", config, join(config)), sampler.shard_map()
+    name = f"{layout} {gen_tp}"
+    dense = connect(actor.shard_map(), target, config=config.reshard, node_size=2, name=f"dense {name}")
     metrics = [dense.sync(i) for i in range(6)][1:]
     dense.verify()
-    figures |= {k: metrics[0][k] for k in ("bytes_local", "bytes_received", "bytes_lower_bound")}
+    figures: Figures = {k: metrics[0][k] for k in ("bytes_local", "bytes_received", "bytes_lower_bound")}
     figures["seconds"] = statistics.median(m["seconds"] for m in metrics)
     figures["link_gb_per_s"] = figures["bytes_received"] / figures["seconds"] / 1e9
     figures["copy_gb_per_s"] = 2 * figures["bytes_local"] / figures["seconds"] / 1e9
-    delta = connect(
-        actor.shard_map(), sampler.shard_map(), config=_with_snapshot(config.reshard), node_size=2, name="delta"
-    )
+    delta = connect(actor.shard_map(), target, config=_with_snapshot(config.reshard), node_size=2, name=f"delta {name}")
     delta.sync(0)
-    with torch.no_grad():  # what one small optimizer step does to bf16 weights: about one value in a hundred moves
+    with torch.no_grad():  # as after one small optimizer step: about one bf16 value in a hundred moves
         for p in actor.module.parameters():
             p.mul_(1.0 + 0.01 * (torch.rand(p.shape, device=p.device) < 0.01))
+    for p in actor.module.parameters():
+        _same_on_replicas(p.data)
     sparse = delta.sync(1)
     delta.verify()
-    figures |= {"delta_seconds": sparse["seconds"], "delta_bytes_received": sparse["bytes_received"]}
-    return figures
+    actor.close()
+    return figures | {"delta_seconds": sparse["seconds"], "delta_bytes_received": sparse["bytes_received"]}
+
+
+def _same_on_replicas(p: torch.Tensor) -> None:
+    """DP replicas hold equal weights: rank 0's, where the layout has replicas."""
+    from megatron.core import parallel_state as mpu
+
+    if mpu.get_data_parallel_world_size() > 1:
+        dist.broadcast(p, src=0, group=mpu.get_data_parallel_group())
 
 
 def _with_snapshot(config: Any) -> Any:
@@ -194,9 +232,7 @@ def step(scratch: Path, algorithm: str, layout: str) -> Figures:
     _, metrics = _steps(scratch, layout, 3, **EAGER, **{"algorithm.name": algorithm, **ppo})
     last = metrics[-1]
     keep = ("loss", "reward_mean", "tokens_per_second", "step_seconds", "mismatch/abs_mean")
-    return {k: last[k] for k in (*keep, *(n for n in last if n.startswith("seconds/")))} | {
-        "peak_gib": torch.cuda.max_memory_allocated() / 2**30
-    }
+    return {k: last[k] for k in (*keep, *(n for n in last if n.startswith("seconds/")))} | {"peak_gib": _peak_gib()}
 
 
 _SMALL = {"data.prompts_per_step": 16, "rollout.max_response_tokens": 64, **EAGER}

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from hpc_rl import rng, run_dir
-from hpc_rl.algo.registry import algorithm
+from hpc_rl.algo.registry import algorithm, objective
 from hpc_rl.config import Config
 from hpc_rl.config_check import cross_check, read_hf_config, read_hf_config_file
 from hpc_rl.data.prompts import PromptSet, PromptStream
@@ -22,15 +22,17 @@ from hpc_rl.errors import UserError
 from hpc_rl.parallel import state as parallel_state
 from hpc_rl.parallel.collectives import agree
 from hpc_rl.parallel.state import ParallelState
+from hpc_rl.reshard.cache import PlanCache
 from hpc_rl.reshard.connect import connect
 from hpc_rl.reshard.execute import Resharder
 from hpc_rl.reward.score import RewardFunction
 from hpc_rl.rollout.vllm import VLLMEngine
 from hpc_rl.storage.checkpoint import Checkpointer
+from hpc_rl.storage.lock import RunLock
 from hpc_rl.tensors.canonical import VALUE_HEAD, ModelSpec
 from hpc_rl.tensors.hf import load_into, open_hf
 from hpc_rl.tensors.random_init import fill_random
-from launch.env import RankInfo, detect, export_torch_env
+from launch.env import RankInfo, detect, export_torch_env, job_id
 from launch.nodes import check_nodes
 
 
@@ -45,6 +47,7 @@ class Job:
     reference: MegatronEngine | None
     sampler: VLLMEngine
     reward: RewardFunction
+    tokenizer: Any
     resharder: Resharder
     colocation: Colocation
     checkpointer: Checkpointer
@@ -60,6 +63,7 @@ class Job:
         self.checkpointer.close()
         self.sampler.close()
         parallel_state.destroy()
+        release_run_dir()
 
 
 def build(config: Config) -> Job:
@@ -78,13 +82,7 @@ def build(config: Config) -> Job:
     critic = build_engine("critic", config, parallel) if needs_critic(config) else None
     reference = build_engine("reference", config, parallel) if needs_reference(config) else None
     sampler = build_sampler(config, parallel, tokenizer)
-    checkpointer = Checkpointer(
-        config.run.dir,
-        config.checkpoint,
-        rank=parallel.rank,
-        world_size=parallel.layout.world_size,
-        group=dist.group.WORLD,
-    )
+    checkpointer = build_checkpointer(config, parallel)
     return Job(
         parallel=parallel,
         prompts=stream,
@@ -93,10 +91,12 @@ def build(config: Config) -> Job:
         reference=reference,
         sampler=sampler,
         reward=reward,
+        tokenizer=tokenizer,
         resharder=connect(
             actor.shard_map(),
             sampler.shard_map(),
             config=config.reshard,
+            cache=PlanCache(Path(config.run.dir) / "plans"),
             node_size=parallel.node_size,
             timeout_s=config.launch.timeout_s,
         ),
@@ -106,8 +106,8 @@ def build(config: Config) -> Job:
     )
 
 
-def join(config: Config) -> ParallelState:
-    """Takes this process's place in the job that the launcher began, and prepares the run directory.
+def join(config: Config, begins_run: bool = True) -> ParallelState:
+    """Takes this process's place in the job that the launcher began, and prepares the run directory if a run begins.
 
     Raises: UserError for sizes that do not fit the world, before any model is built.
     """
@@ -117,10 +117,11 @@ def join(config: Config) -> ParallelState:
     export_torch_env(info)
     parallel = parallel_state.initialize(config, choose_device(config, info), info.local_world_size)
     rng.seed_all(config.seed, parallel.rank)
-    prepare_run_dir(config, hf_config, parallel, info.launcher)
+    if begins_run:
+        prepare_run_dir(config, hf_config, parallel, info.launcher)
     if info.num_nodes > 1:
         check_nodes(info, config, config.run.dir)
-    if parallel.rank == 0:
+    if begins_run and parallel.rank == 0:
         say(run_dir.model_line(config, hf_config, info.world_size, parallel.device.type))
     return parallel
 
@@ -154,10 +155,24 @@ def build_engine(role: str, config: Config, parallel: ParallelState) -> Megatron
     return engine
 
 
-def build_sampler(config: Config, parallel: ParallelState, tokenizer: Any = None) -> VLLMEngine:
-    """The rollout engine; its weights are undefined until the first sync."""
+def build_checkpointer(config: Config, parallel: ParallelState) -> Checkpointer:
+    """Saves and loads for all ranks."""
+    return Checkpointer(
+        config.run.dir,
+        config.checkpoint,
+        rank=parallel.rank,
+        world_size=parallel.layout.world_size,
+        group=dist.group.WORLD,
+        storage=config.storage,
+    )
+
+
+def build_sampler(
+    config: Config, parallel: ParallelState, tokenizer: Any = None, model_dir: Path | None = None
+) -> VLLMEngine:
+    """The rollout engine; its weights are undefined until the first sync. ``model_dir``: where config.json is."""
     return VLLMEngine(
-        config.model.path or str(Path(config.run.dir) / "model"),
+        str(model_dir or config.model.path or Path(config.run.dir) / "model"),
         config.rollout,
         dtype=config.model.dtype,
         max_model_len=config.data.max_prompt_tokens + config.rollout.max_response_tokens,
@@ -173,7 +188,8 @@ def needs_critic(config: Config) -> bool:
 
 
 def needs_reference(config: Config) -> bool:
-    return config.algorithm.kl_placement != "none"
+    goal = objective(config.algorithm.name)
+    return config.algorithm.kl_placement != "none" if goal is None else goal.needs_reference
 
 
 def choose_device(config: Config, info: RankInfo) -> torch.device:
@@ -193,15 +209,29 @@ def choose_device(config: Config, info: RankInfo) -> torch.device:
 
 
 def prepare_run_dir(config: Config, hf_config: Mapping[str, Any], parallel: ParallelState, launcher: str) -> None:
-    """Sets an earlier run aside and writes what a run starts with."""
+    """Takes the run directory for this job, sets an earlier run aside and writes what a run starts with.
+
+    The lock is rank 0's until `release_run_dir`, or until its process ends.
+    """
     error: BaseException | None = None
     if parallel.rank == 0:
         try:
+            if not _LOCKS:
+                _LOCKS.append(RunLock(config.run.dir, job_id()))
             say(run_dir.set_aside(config, keep_logs=launcher != "none"))
             run_dir.write_start(config, hf_config)
         except Exception as caught:  # the other ranks wait in `agree` to hear of it
             error = caught
     agree(error)
+
+
+_LOCKS: list[RunLock] = []  # of this process; at most one
+
+
+def release_run_dir() -> None:
+    """Gives the run directory back, if this process holds it."""
+    while _LOCKS:
+        _LOCKS.pop().release()
 
 
 def say(line: str | None) -> None:
@@ -211,10 +241,15 @@ def say(line: str | None) -> None:
 
 
 def find_checkpoint(config: Config, checkpointer: Checkpointer) -> Path | None:
-    """The checkpoint that ``resume`` names, or None for a fresh start."""
-    if config.resume == "none":
-        return None
-    found = checkpointer.latest() if config.resume == "auto" else Path(config.resume)
+    """The checkpoint that ``resume`` names, or None for a fresh start; says so."""
+    found = named_checkpoint(config, checkpointer)
     if checkpointer.rank == 0:
         say(run_dir.resume_line(config, found))
     return found
+
+
+def named_checkpoint(config: Config, checkpointer: Checkpointer) -> Path | None:
+    """As `find_checkpoint`, without a word."""
+    if config.resume == "auto":
+        return checkpointer.latest()
+    return None if config.resume == "none" else Path(config.resume)

@@ -119,7 +119,8 @@ def resume_line(config: Config, found: Path | None) -> str | None:
         return None
     if found is None:
         return f"Resume: {config.run.dir} holds no checkpoint yet, so the run starts at step 1"
-    return f"Resume: going on from {found}"
+    here = Path.cwd()
+    return f"Resume: going on from {found.relative_to(here) if found.is_relative_to(here) else found}"
 
 
 def find_run_checkpoint(path: str | Path) -> Path:

@@ -149,6 +149,11 @@ def export_torch_env(info: RankInfo, timeout_s: float = 1800.0) -> RankInfo:
     return info
 
 
+def job_id(environ: Environ = os.environ) -> str | None:
+    """The batch system's number of this job, the same after a requeue; None without one."""
+    return environ.get("SLURM_JOB_ID")
+
+
 def finish(info: RankInfo) -> None:
     """Tells the launcher that this rank has succeeded. Under mpirun a rank that ends without it ends the whole job."""
     if info.launcher in ("openmpi", "mpich"):

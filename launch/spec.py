@@ -80,7 +80,7 @@ def launch(launcher: str, path: Path, overrides: Sequence[str], *, dry_run: bool
     for warning in check_placement(config.parallel, spec.num_nodes, spec.ranks_per_node):
         print(f"hpc-rl: warning: {warning}", file=sys.stderr)
     if dry_run:
-        print(command.text())
+        print(command.text().rstrip("\n"))
         return 0
     Path(spec.log_dir).mkdir(parents=True, exist_ok=True)  # sbatch --output makes no directory
     if command.script:

@@ -85,7 +85,7 @@ def _varlen_attention(q: Tensor, k: Tensor, v: Tensor, p: Packed, scale: float |
     from torch.nn.attention.varlen import varlen_attn
 
     # The kernel has always known grouped queries; newer versions ask that one says so.
-    grouped = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+    grouped: Any = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
     bounds, longest = p.cu_seqlens, p.max_seqlen
     out = varlen_attn(q, k, v, bounds, bounds, longest, longest, scale=scale, window_size=(-1, 0), **grouped)
     assert isinstance(out, Tensor)

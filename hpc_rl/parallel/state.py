@@ -76,9 +76,14 @@ def initialize(config: Config, device: torch.device, node_size: int = 8) -> Para
     )
 
 
-def destroy() -> None:
-    """Leaves the job. Safe to call twice."""
+def leave_model_parallel() -> None:
+    """Gives up the layout but not the job, so that `initialize` can take another one."""
     if mpu.model_parallel_is_initialized():
         mpu.destroy_model_parallel()
+
+
+def destroy() -> None:
+    """Leaves the job. Safe to call twice."""
+    leave_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -33,6 +33,20 @@ class Cut:
         return self.tp if self.sequence_parallel else 1
 
 
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A pipeline stage of one model."""
+
+    num_layers: int
+    is_first: bool
+    is_last: bool
+
+
+def stage_of(job: PlannedJob, spec: ModelSpec, pp: int) -> Stage:
+    """Stage ``pp`` of a model of ``job``."""
+    return Stage(len(job.layout.layers_of(pp, spec.num_layers)[0]), pp == 0, pp == job.layout.pp - 1)
+
+
 def cut_of(job: PlannedJob) -> Cut:
     """How ``job`` computes a micro-batch."""
     fused = not job.on_cpu
@@ -88,17 +102,23 @@ def _qk_norm(spec: ModelSpec, cut: Cut) -> float:
     return (4 + 4) * (query + key) + (b * 2 * key if b == 4 else 0) + rstd
 
 
-def saved_bytes(spec: ModelSpec, cut: Cut, num_layers: int, tokens: int, *, is_first: bool, is_last: bool) -> float:
+def saved_bytes(spec: ModelSpec, cut: Cut, stage: Stage, tokens: int) -> float:
     """Saved by one stage for one micro-batch of ``tokens``."""
     b, hidden = cut.item_bytes, spec.hidden_size / cut.shards
     each = b * hidden if cut.recompute else layer_bytes(spec, cut)
     angles = 4 * spec.head_dim
-    total = num_layers * each + angles + (8 if is_first else 0) + (0 if cut.varlen else 16)
-    if is_last:  # final norm, the states that predict a token, and their indices and results
+    total = stage.num_layers * each + angles + (8 if stage.is_first else 0) + (0 if cut.varlen else 16)
+    if stage.is_last:  # final norm, the states that predict a token, and their indices and results
         total += (b if cut.fused else 8) * hidden + 4 / cut.shards + b * spec.hidden_size + 32
     else:
         total += b * hidden  # the output that is sent on
     return total * tokens
+
+
+def head_forward_bytes(spec: ModelSpec, cut: Cut, tokens: int) -> float:
+    """Alive in the forward pass of the actor's head: ``12 c v``, and the product before it becomes float32."""
+    b, rows = cut.item_bytes, padded_vocab_size(spec.vocab_size, cut.tp) / cut.tp
+    return (12.0 + (b if b < 4 else 0)) * min(CHUNK_TOKENS, tokens) * rows
 
 
 def head_bytes(spec: ModelSpec, cut: Cut, tokens: int) -> float:
@@ -127,24 +147,23 @@ def gather_bytes(spec: ModelSpec, cut: Cut, tokens: int) -> float:
     return float(cut.item_bytes * tokens * spec.hidden_size) if cut.sequence_parallel else 0.0
 
 
-def training_bytes(spec: ModelSpec, cut: Cut, num_layers: int, tokens: int, in_flight: int, *, is_first: bool, is_last: bool) -> tuple[float, float]:  # fmt: skip
+def training_bytes(spec: ModelSpec, cut: Cut, stage: Stage, tokens: int, in_flight: int) -> tuple[float, float]:
     """(saved by ``in_flight`` micro-batches, most that is alive beside it) of one stage."""
-    saved = in_flight * saved_bytes(spec, cut, num_layers, tokens, is_first=is_first, is_last=is_last)
+    saved = in_flight * saved_bytes(spec, cut, stage, tokens)
     beside = backward_bytes(spec, cut, tokens)
-    if is_last:
+    if stage.is_last:
         beside = max(beside, head_bytes(spec, cut, tokens))
     return saved, beside + gather_bytes(spec, cut, tokens)
 
 
-def forward_bytes(spec: ModelSpec, cut: Cut, tokens: int, *, is_last: bool) -> float:
+def forward_bytes(spec: ModelSpec, cut: Cut, stage: Stage, tokens: int) -> float:
     """Most that is alive in a forward pass without gradients."""
     b, hidden = cut.item_bytes, spec.hidden_size
     _, query, key = _widths(spec, cut)
     inner = spec.intermediate_size / cut.tp
     widest = max(5 * query + 4 * key, 3 * inner)
     layer = b * tokens * (3 * hidden / cut.shards + hidden + widest)
-    if not is_last or spec.role == "critic":
+    if not stage.is_last or spec.role == "critic":
         return layer + gather_bytes(spec, cut, tokens)
-    rows = padded_vocab_size(spec.vocab_size, cut.tp) / cut.tp
-    head = (12 + b) * min(CHUNK_TOKENS, tokens) * rows + 2 * b * tokens * hidden
+    head = head_forward_bytes(spec, cut, tokens) + 2 * b * tokens * hidden
     return max(layer, head) + gather_bytes(spec, cut, tokens)

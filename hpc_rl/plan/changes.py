@@ -43,14 +43,16 @@ def _first(rows: Iterable[dict[str, Any] | None]) -> list[dict[str, Any]]:
 
 def apply(config: Config, change: Change) -> Config:
     """``config`` with ``section.key=value`` overrides whose values are numbers, booleans or words."""
+    new: Any = config
     for override in change:
         key, _, text = override.partition("=")
         section, _, name = key.partition(".")
-        old = getattr(getattr(config, section), name)
+        old = getattr(getattr(new, section), name)
         kind = type(old) if old is not None else int
         value = text == "true" if kind is bool else kind(text)
-        config = replace(config, **{section: replace(getattr(config, section), **{name: value})})
-    return config
+        new = replace(new, **{section: replace(getattr(new, section), **{name: value})})
+    assert isinstance(new, Config), "replace keeps the class"
+    return new
 
 
 def _try(job: PlannedJob, change: Change, nodes: int | None = None) -> dict[str, Any] | None:

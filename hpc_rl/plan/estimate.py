@@ -56,7 +56,8 @@ def _pass_s(job: PlannedJob, spec: ModelSpec, factor: float, share: float) -> fl
     gpu, layout = job.gpu, job.layout
     assert gpu.bf16_tflops is not None and gpu.link_gb_s is not None
     tokens = job.num_sequences * job.longest
-    arithmetic = factor * forward_flops(spec, tokens, job.longest) / layout.world_size / (gpu.bf16_tflops * 1e12 * share)
+    flops_per_s = gpu.bf16_tflops * 1e12 * share * layout.world_size
+    arithmetic = factor * forward_flops(spec, tokens, job.longest) / flops_per_s
     # A layer gathers its tokens twice and reduces them twice, and its backward does the same.
     moved = 4 * job.item_bytes * spec.hidden_size * (layout.tp - 1) / layout.tp
     layers = spec.num_layers / layout.pp

@@ -1,4 +1,4 @@
-"""Bytes of a vLLM rank, and how many sequences its KV cache holds. What vLLM measures when it starts is estimated here."""
+"""Bytes of a vLLM rank, and how many tokens its KV cache holds. What vLLM measures when it starts is estimated here."""
 
 from __future__ import annotations
 

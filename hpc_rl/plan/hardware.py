@@ -1,4 +1,7 @@
-"""What a GPU and a cluster's links can do, from the vendors' data sheets. ``gb`` of memory counts 2^30 bytes, as a GPU's name does."""
+"""What a GPU and a cluster's links can do, from the vendors' data sheets.
+
+A GB of memory is 2^30 bytes, as in a GPU's name; rates count 10^9 bytes.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,13 @@ GB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One GPU. Rates are None where only its memory is known, memory None where there is no limit to hold a plan against.
+    """One GPU. Rates are None where only its memory is known, memory None where there is no limit.
 
     Args:
         memory_gb: as torch reports it (less than the name says).
-        bf16_tflops: dense, of the data sheet. memory_gb_s: 10^9 bytes a second of its memory.
+        bf16_tflops: dense. memory_gb_s: of its memory.
         link_gb_s: to the GPUs of its node, each way. network_gb_s: its share of the node's network, each way: an
-            assumption about the cluster (one 400 Gb/s adapter per GPU of the Hopper and Blackwell age, 200 before).
+            assumption about the cluster (one adapter per GPU, of 400 Gb/s for Hopper and Blackwell, 200 before).
         host_gb_s: pinned copies to and from the host.
     """
 

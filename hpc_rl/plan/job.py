@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
 
 from hpc_rl.algo import registry
 from hpc_rl.config import Config
 from hpc_rl.config_check import cross_check, read_hf_config, read_hf_config_file
-from hpc_rl.data.packing import partition
 from hpc_rl.errors import UserError
 from hpc_rl.parallel.layout import Layout
 from hpc_rl.plan.hardware import Gpu
@@ -20,7 +18,7 @@ from hpc_rl.tensors.vllm_map import vllm_shard_map
 
 @dataclass(frozen=True)
 class PlannedJob:
-    """A run on ``nodes`` x ``gpus_per_node`` ranks. ``critic`` and ``reference`` are None where the algorithm has none."""
+    """A run on ``nodes`` x ``gpus_per_node`` ranks. ``critic`` and ``reference`` are None where nothing needs them."""
 
     config: Config
     gpu: Gpu
@@ -86,11 +84,6 @@ class PlannedJob:
     def sequence_parallel(self) -> bool:
         return self.config.parallel.sequence_parallel and self.layout.tp > 1
 
-    @cached_property
-    def sequences_of_ranks(self) -> list[int]:
-        """Sequences of each DP rank in the largest optimizer step, when all have the same length."""
-        return [len(r) for r in partition([self.longest] * self.mini_batch_sequences, self.layout.dp)]
-
 
 def plan_job(config: Config, gpu: Gpu, nodes: int, gpus_per_node: int) -> PlannedJob:
     """The job of ``config`` on that many GPUs.
@@ -104,31 +97,31 @@ def plan_job(config: Config, gpu: Gpu, nodes: int, gpus_per_node: int) -> Planne
     world_size, parallel = nodes * gpus_per_node, config.parallel
     hf_config = read_hf_config(config)
     cross_check(config, world_size, hf_config)
-    registry.validate(config)
     layout = Layout(world_size, tp=parallel.tp, pp=parallel.pp, cp=parallel.cp, ep=parallel.ep)
-    actor = replace(ModelSpec.from_hf_config(hf_config), dtype=config.model.dtype)
-    if actor.moe_layers:
-        raise UserError(f"model_type {actor.model_type} has experts, and those cannot be trained yet: use a dense model")
-
-    def other(key: str, path: str | None) -> ModelSpec:
-        same = path is None or path == config.model.path
-        spec = actor if same else ModelSpec.from_hf_config(read_hf_config_file(key, str(path)))
-        return replace(spec, dtype=config.model.dtype)
-
+    actor = ModelSpec.from_hf_config(hf_config)
     needs_critic = registry.algorithm(config.algorithm.name).needs_critic
     needs_reference = config.algorithm.kl_placement != "none"
-    job = PlannedJob(
-        config,
-        gpu,
-        nodes,
-        gpus_per_node,
-        layout,
-        actor,
-        other("model.critic_path", config.model.critic_path).with_role("critic") if needs_critic else None,
-        other("model.reference_path", config.model.reference_path) if needs_reference else None,
-    )
+    critic = _other(config, actor, "critic").with_role("critic") if needs_critic else None
+    reference = _other(config, actor, "reference") if needs_reference else None
+    job = PlannedJob(config, gpu, nodes, gpus_per_node, layout, actor, critic, reference)
     for spec in job.roles.values():
-        check_megatron_layout(spec, layout, padded_vocab_size(spec.vocab_size, layout.tp))
-        layout.layers_of(0, spec.num_layers)
+        _check_model(spec, layout)
     vllm_shard_map(actor, job.generation_tp, 0, config.model.dtype)
     return job
+
+
+def _other(config: Config, actor: ModelSpec, role: str) -> ModelSpec:
+    """The model of the critic or the reference: the actor's unless it has a directory of its own."""
+    key = f"{role}_path"
+    path = getattr(config.model, key)
+    if path is None or path == config.model.path:
+        return actor
+    return ModelSpec.from_hf_config(read_hf_config_file(f"model.{key}", path))
+
+
+def _check_model(spec: ModelSpec, layout: Layout) -> None:
+    """Refuses what the training engine cannot hold or cut. Raises UserError."""
+    if spec.moe_layers:
+        raise UserError(f"model_type {spec.model_type} has experts, which cannot be trained yet: use a dense model")
+    check_megatron_layout(spec, layout, padded_vocab_size(spec.vocab_size, layout.tp))
+    layout.layers_of(0, spec.num_layers)

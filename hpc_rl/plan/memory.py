@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from hpc_rl.plan.activations import cut_of, forward_bytes, training_bytes
+from hpc_rl.plan.activations import cut_of, forward_bytes, stage_of, training_bytes
 from hpc_rl.plan.generation import Generation, generation_memory
 from hpc_rl.plan.hardware import GB
 from hpc_rl.plan.job import PlannedJob
@@ -60,10 +60,14 @@ def memory(job: PlannedJob) -> Memory:
     builders["reshard"] = _reshard
     phases = []
     for name, build in builders.items():
-        of_stages = [Phase(name, stage, build(job, generation, stage)) for stage in range(job.layout.pp)]
+        of_stages = [Phase(name, stage, _present(build(job, generation, stage))) for stage in range(job.layout.pp)]
         phases.append(max(of_stages, key=lambda phase: phase.nbytes))
     limit = None if job.gpu.memory_gb is None else job.gpu.memory_gb * GB * (1 - (0 if job.on_cpu else FRAGMENTATION))
     return Memory(tuple(phases), generation, limit, _shortage(job, generation))
+
+
+def _present(parts: Parts) -> Parts:
+    return {name: nbytes for name, nbytes in parts.items() if nbytes > 0}
 
 
 def _shortage(job: PlannedJob, generation: Generation) -> str | None:
@@ -121,12 +125,10 @@ def _asleep(job: PlannedJob, generation: Generation) -> Parts:
 
 
 def _start(job: PlannedJob, generation: Generation, stage: int) -> Parts:
-    """vLLM starts beside the trainers, which are not off-loaded yet, and insists on its share being free."""
-    awake = _awake(generation)
+    """vLLM starts beside the trainers, not off-loaded yet, and insists on its share being free; then the first sync."""
+    awake = _awake(generation) | _staging(job, stage)
     unused = generation.requested - sum(awake.values())
-    if unused > 0:
-        awake["vLLM must find free"] = unused
-    return _always(job) | _trainers(job, stage) | awake
+    return _always(job) | _trainers(job, stage) | awake | {"vLLM must find free": unused}
 
 
 def _generation(job: PlannedJob, generation: Generation, stage: int) -> Parts:
@@ -140,22 +142,14 @@ def _training(job: PlannedJob, generation: Generation, stage: int) -> Parts:
 
 def _scoring(job: PlannedJob, generation: Generation, stage: int) -> Parts:
     tokens, cut = job.micro_batch_tokens(job.num_sequences), cut_of(job)
-    is_last = stage == job.layout.pp - 1
-    forward = max(forward_bytes(spec, cut, tokens, is_last=is_last) for spec in job.roles.values())
+    forward = max(forward_bytes(spec, cut, stage_of(job, spec, stage), tokens) for spec in job.roles.values())
     return _training(job, generation, stage) | {"activations": forward}
 
 
 def _update(job: PlannedJob, generation: Generation, stage: int, role: str) -> Parts:
-    spec, layout = job.trained[role], job.layout
-    saved, beside = training_bytes(
-        spec,
-        cut_of(job),
-        len(layout.layers_of(stage, spec.num_layers)[0]),
-        job.micro_batch_tokens(job.mini_batch_sequences),
-        min(micro_batch_count(job), layout.pp - stage),
-        is_first=stage == 0,
-        is_last=stage == layout.pp - 1,
-    )
+    spec, tokens = job.trained[role], job.micro_batch_tokens(job.mini_batch_sequences)
+    in_flight = min(micro_batch_count(job), job.layout.pp - stage)  # 1F1B
+    saved, beside = training_bytes(spec, cut_of(job), stage_of(job, spec, stage), tokens, in_flight)
     return _training(job, generation, stage) | {"activations": saved, "temporaries": beside}
 
 

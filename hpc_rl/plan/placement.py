@@ -67,7 +67,7 @@ def table_rows(job: PlannedJob) -> list[dict[str, Any]]:
                 "dp": _span([first.dp, last.dp]),
                 "tp": _span([first.tp, last.tp]),
                 "holds": stage_words(job, first.pp),
-                "params per GPU (M)": round(sum(stage_numels(job.actor, layout, first.pp)) / 1e6, 1),
+                "M params": round(sum(stage_numels(job.actor, layout, first.pp)) / 1e6, 1),
                 "vLLM replicas": _span([ranks[0] // job.generation_tp, ranks[-1] // job.generation_tp]),
             }
         )

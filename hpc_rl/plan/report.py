@@ -79,7 +79,7 @@ def tables(job: PlannedJob, report: Mapping[str, Any]) -> Report:
         out[f"warning {number}"] = warning
     if report["changes"]:
         out["any of these makes it fit"] = report["changes"]
-    out["memory per GPU (GB)"] = _memory_rows(report["phases"])
+    out[f"memory per {_place(job)} (GB)"] = _memory_rows(report["phases"])
     out["layout"] = table_rows(job)
     for name in ("generation", "micro_batches", "reshard", "checkpoint", "host_gb_per_node"):
         if report[name]:
@@ -103,6 +103,10 @@ def _short(gb: float | None) -> str:
     return "" if gb is None else f"{gb:.1f}" if gb >= 0.1 else f"{gb:.2g}"
 
 
+def _place(job: PlannedJob) -> str:
+    return "rank" if job.on_cpu else "GPU"
+
+
 def _phase(phase: Phase) -> Report:
     parts = {name: _gb(nbytes) for name, nbytes in phase.parts.items()}
     return {"total_gb": _gb(phase.nbytes), "pipeline_stage": phase.stage, "parts_gb": parts}
@@ -112,13 +116,15 @@ def _reason(job: PlannedJob, result: Memory) -> str:
     """Why it fits, or what is missing where."""
     peak = result.peak
     largest = sorted(peak.parts.items(), key=lambda item: -item[1])[:3]
-    parts = ", ".join(f"{name} {nbytes / GB:.1f}" for name, nbytes in largest)
+    parts = ", ".join(f"{name} {_short(nbytes / GB)}" for name, nbytes in largest)
     where = f" on pipeline stage {peak.stage}" if job.layout.pp > 1 else ""
-    need = f"{peak.name} takes {peak.nbytes / GB:.1f} GB per GPU{where} ({parts}, ...)"
+    need = f"{peak.name} takes {_short(peak.nbytes / GB)} GB per {_place(job)}{where} ({parts}, ...)"
     if result.limit_bytes is None:
         return result.shortage or f"{need}; no limit was given: add --gpu or --gpu-memory-gb"
     limit = result.limit_bytes / GB
-    of = f"{limit:.1f} GB" if job.on_cpu else f"{limit:.1f} GB ({job.gpu.memory_gb:g} less {FRAGMENTATION:.0%} for the allocator)"
+    of = f"{limit:.1f} GB"
+    if not job.on_cpu:
+        of += f" ({job.gpu.memory_gb:g} less {FRAGMENTATION:.0%} for the allocator)"
     if peak.nbytes > result.limit_bytes:
         return f"{need}, {(peak.nbytes - result.limit_bytes) / GB:.1f} GB more than {of}"
     return result.shortage or f"{need}, the most of all phases, {limit - peak.nbytes / GB:.1f} GB less than {of}"

@@ -79,5 +79,7 @@ class _Links:
         """Which one sends or receives most, and how much; None if nothing moves."""
         if not self.total:
             return None
-        way, counts = ("sends_gb", self.sent) if max(self.sent) >= max(self.received) else ("receives_gb", self.received)
-        return {what: counts.index(max(counts)), way: round(max(counts) / GB, 3)}
+        sends = max(self.sent) >= max(self.received)
+        counts = self.sent if sends else self.received
+        gb = round(max(counts) / GB, 3)
+        return {what: counts.index(max(counts)), "sends_gb" if sends else "receives_gb": gb}

@@ -9,7 +9,7 @@ from hpc_rl.plan.job import PlannedJob
 
 
 def _count(job: PlannedJob, num_sequences: int) -> int:
-    """Micro-batches of each DP rank when ``num_sequences`` sequences of full length are dealt as the engine deals them."""
+    """Micro-batches of each DP rank when that many sequences of full length are dealt as the engine deals them."""
     lengths = [job.longest] * num_sequences
     packed = micro_batches(lengths, partition(lengths, job.layout.dp), job.config.algorithm.micro_batch_tokens)
     return len(packed[0])

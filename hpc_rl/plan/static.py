@@ -1,4 +1,4 @@
-"""Bytes that the training engines hold all the time: weights, gradients, optimizer states, as Megatron lays them out."""
+"""Bytes that the training engines always hold: weights, gradients, optimizer states, as Megatron lays them out."""
 
 from __future__ import annotations
 

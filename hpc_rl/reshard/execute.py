@@ -117,12 +117,14 @@ class Resharder:
         with self._all_fail_together("verification"):
             local = self.plan.local
             wrong = differing([(self._view(x, True), self._view(x, False), wire_of(x)) for x in local])
-            _raise_if(wrong, local, self.plan.rank)
+            problems = _problems(wrong, local, self.plan.rank)
             sent = [(peer, self._digests(links, True)) for peer, links in self.plan.sends]
             receives = dict(self.plan.receives)
             for peer, theirs in self._exchange.digests(sent, self.plan.receives):
                 ours = self._digests(receives[peer], False)
-                _raise_if((theirs != ours).nonzero().view(-1).tolist(), receives[peer], peer)
+                problems += _problems((theirs != ours).nonzero().view(-1).tolist(), receives[peer], peer)
+            if problems:  # only now, when no other rank waits for digests
+                raise RunError(problems[0])
         self._agreement.meet("compared", "state")
         return time.perf_counter() - begin
 
@@ -194,13 +196,14 @@ class Resharder:
             self._agreement.fail_next(f"rank {self.plan.rank}: {what}: {text}")
 
 
-def _raise_if(wrong: list[int], links: Sequence[Link], source: int) -> None:
-    if wrong:
-        link = links[wrong[0]]
-        raise RunError(
-            f"{link.name} in {link.target.local} differs from {link.source.local} of rank {source} "
-            f"({len(wrong)} of {len(links)} boxes differ)"
-        )
+def _problems(wrong: list[int], links: Sequence[Link], source: int) -> list[str]:
+    if not wrong:
+        return []
+    link = links[wrong[0]]
+    return [
+        f"{link.name} in {link.target.local} differs from {link.source.local} of rank {source} "
+        f"({len(wrong)} of {len(links)} boxes differ)"
+    ]
 
 
 def _check_tensors(plan: RankPlan, sources: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> None:

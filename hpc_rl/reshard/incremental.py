@@ -92,6 +92,8 @@ class Snapshot:
         for local, wire in wires.items():
             if local not in self._copies:
                 self._copies[local] = self._empty(sources[local], wire)
+        if not self._copies:  # this rank sends nothing
+            return
         torch._foreach_copy_(list(self._copies.values()), [sources[local] for local in self._copies], non_blocking=True)
 
     def flat(self, pieces: Iterable[Piece], device: torch.device) -> Tensor:

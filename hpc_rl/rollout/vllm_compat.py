@@ -12,7 +12,8 @@ import logging
 import os
 import sys
 import warnings
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -24,13 +25,12 @@ from hpc_rl.rollout import vllm_cpu
 from hpc_rl.rollout.vllm_guard import replaced
 
 
-
 def prepare_environment(device: str) -> None:
     """Sets what vLLM reads from the environment; call before vLLM is imported. ``device``: cpu or cuda."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine must run in this process
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")  # its messages go through the process's own handlers
-    logging.getLogger("vllm").setLevel(os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"))
+    logging.getLogger("vllm").setLevel(os.environ.get("VLLM_LOGGING_LEVEL", "ERROR").upper())
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models are directories here, never names
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)  # that vLLM causes
     if device == "cpu":
@@ -95,25 +95,18 @@ def build_core(values: dict[str, Any], device: str, job: str) -> Any:
     """
     from vllm.engine.arg_utils import EngineArgs
     from vllm.usage.usage_lib import UsageContext
-    from vllm.v1.engine import core as core_module
-    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
-
-    class Executor(ExecutorWithExternalLauncher):
-        def _distributed_args(self) -> tuple[str, int, int]:
-            local_rank = torch.cuda.current_device() if torch.cuda.is_available() else 0
-            return f"env://:{job}", dist.get_rank(), local_rank
+    from vllm.v1.engine.core import EngineCore
 
     gc.freeze()  # vLLM collects garbage whenever it starts or stops: not among the objects of all those modules
     atexit.register(gc.unfreeze)  # frozen objects would outlive the interpreter, and their libraries complain
     on_cpu = device == "cpu"
-    with vllm_cpu.starting() if on_cpu else nullcontext():
+    with _starting(), vllm_cpu.starting() if on_cpu else nullcontext():
         try:
             vllm_config = EngineArgs(**values).create_engine_config(usage_context=UsageContext.LLM_CLASS)
             if on_cpu:
                 vllm_cpu.check_model(vllm_config)
                 vllm_cpu.size_kv_cache(vllm_config)
-            with replaced(core_module, "freeze_gc_heap", lambda: None):  # what the engine holds must be freed by close
-                core = core_module.EngineCore(vllm_config, Executor, log_stats=False)
+            core = EngineCore(vllm_config, _executor(job), log_stats=False)
         except UserError:
             raise
         except ValueError as error:  # vLLM's own checks of sizes
@@ -121,6 +114,34 @@ def build_core(values: dict[str, Any], device: str, job: str) -> Any:
             raise UserError(f"vLLM cannot start with {values['model']}: {reason}") from error
     vllm_cpu.unlink_shared_memory(job)
     return core
+
+
+@contextmanager
+def _starting() -> Iterator[None]:
+    """The time in which an engine starts, on any device."""
+    from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
+    from vllm.v1.engine import core
+
+    no_queue = staticmethod(lambda *args, **kwargs: None)
+    with (
+        # What the engine holds must be freed by close; frozen objects would not be.
+        replaced(core, "freeze_gc_heap", lambda: None),
+        # A queue in shared memory, 24 MiB, for front ends in other processes; a killed job would leave it behind.
+        replaced(MessageQueue, "create_from_process_group", no_queue),
+    ):
+        yield
+
+
+def _executor(job: str) -> Any:
+    """vLLM's executor for jobs that another launcher started, on this process's rank and GPU."""
+    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+
+    class Executor(ExecutorWithExternalLauncher):
+        def _distributed_args(self) -> tuple[str, int, int]:
+            local_rank = torch.cuda.current_device() if torch.cuda.is_available() else 0
+            return f"env://:{job}", dist.get_rank(), local_rank
+
+    return Executor
 
 
 def shut_down(core: Any) -> None:

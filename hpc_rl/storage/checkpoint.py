@@ -8,6 +8,8 @@ import socket
 import uuid
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,16 +21,18 @@ from torch import distributed as dist
 
 from hpc_rl.config import CheckpointConfig, StorageConfig
 from hpc_rl.errors import RunError, UserError
-from hpc_rl.storage import manifest, restore
+from hpc_rl.storage import manifest, mpio
 from hpc_rl.storage.access import load_index
 from hpc_rl.storage.files import Files
 from hpc_rl.storage.finish import Finish, Whole, partial_name
-from hpc_rl.storage.host_copy import Sources, fill, fill_local
+from hpc_rl.storage.host_copy import Sources, fill
+from hpc_rl.storage.loading import layout_digest, newest, read_into
+from hpc_rl.storage.lustre import stripe
 from hpc_rl.storage.manifest import DamagedCheckpoint
-from hpc_rl.storage.plan import Holding, holding, plan, state_name
-from hpc_rl.storage.shards import Member, shard_files
+from hpc_rl.storage.plan import Holding, holding, plan
+from hpc_rl.storage.shards import Member, Report, shard_files
 from hpc_rl.storage.spool import Spool
-from hpc_rl.storage.tensor_io import digest, pack, unpack
+from hpc_rl.storage.tensor_io import pack
 from hpc_rl.storage.writer import Job
 from hpc_rl.tensors.shardmap import ShardMap
 
@@ -54,6 +58,8 @@ class Checkpointer:
         self._spool: Spool | None = None
         self._whole: Whole | None = None
         self._layouts: list[str] = []
+        self._shard_file: tuple[str, tuple[int, ...]] = ("", ())
+        self._mpi = mpio.communicator() if self.storage.driver == "mpio" else None
         self._run = uuid.uuid4().hex[:8]  # of rank 0, from the first save on
         self._num_saves = 0
         self._writing: list[tuple[int, int]] = []  # (serial, step), oldest first: one, or two with a staging disk
@@ -80,26 +86,36 @@ class Checkpointer:
         self.fence()
         self._make_room(1 if self.storage.stage_dir else 0)
         json.dumps(extra)  # a value that is not JSON-able is the caller's mistake: raise it here
-        held = holding({name: shard_map for name, (shard_map, _) in components.items()})
         state = pack(per_rank or {})
-        changed = self._plan(held, len(state))
+        changed = self._plan(holding({name: shard_map for name, (shard_map, _) in components.items()}), len(state))
+        self._start(step, Sources(components), state, extra, metrics or {}, changed)
+        if not overlap:
+            self.fence()
+        if not self.config.asynchronous:
+            self.wait()
+
+    def _start(
+        self, step: int, sources: Sources, state: bytes, extra: Mapping[str, Any], metrics: Mapping[str, float],
+        changed: bool,
+    ) -> None:  # fmt: skip
+        """Hands the job to the writer and begins to fill the host buffer."""
         assert self._whole is not None
         spool = self._spool = self._spool or Spool()
         if self._writing:
             spool.wait_buffer(self._writing[-1][0])
         member = self._whole.members[self.rank]
         buffer = spool.buffer.reserve(sum(region.nbytes for region in member.regions()))
-        job = self._job(step, extra, metrics or {})
+        job = self._job(step, extra, metrics)
+        ready = torch.cuda.current_stream().record_event() if torch.cuda.is_available() else None
+        if self._mpi is not None:
+            fill(buffer, member, sources, state, lambda nbytes: None, ready)
+            job = replace(job, report=self._write_shared(job, buffer.numpy().data))
         spool.start(job, self._whole if changed and self.rank == FINISHER else None)
         self._writing.append((job.serial, step))
         self._num_saves += 1
-        ready = torch.cuda.current_stream().record_event() if torch.cuda.is_available() else None
-        progress = partial(spool.filled, job.serial)
-        self._filling = self._threads.submit(fill, buffer, member, Sources(components), state, progress, ready)
-        if not overlap:
-            self.fence()
-        if not self.config.asynchronous:
-            self.wait()
+        if self._mpi is None:
+            progress = partial(spool.filled, job.serial)
+            self._filling = self._threads.submit(fill, buffer, member, sources, state, progress, ready)
 
     def fence(self) -> None:
         """Returns when the state of the last save is in host memory: from then on it may change. Not a collective."""
@@ -136,39 +152,31 @@ class Checkpointer:
         self._report(next(filter(None, errors), None), "stop")
 
     def latest(self) -> Path | None:
-        """The newest whole checkpoint, by its step; a damaged one is passed over with a warning that says why."""
+        """The newest checkpoint with all its files, by its step; None if there is none at all.
+
+        A damaged one is passed over with a warning that says why.
+        Raises: UserError when there are some, but none is whole: that is no reason to start afresh.
+        """
         return self._newest(None)
 
     def load_newest(
         self, components: Components, verify: bool = True
     ) -> tuple[Path, dict[str, Any], dict[str, Any] | None] | None:
-        """Loads the newest checkpoint whose every byte is as saved; see `load`. None if there is none at all.
-
-        Raises: UserError when there are checkpoints, but none is whole, or one does not fit the run.
-        """
-        path, damage = self._newest(None), None
+        """Loads the newest checkpoint whose every wanted byte is as saved; see `latest` and `load`."""
+        path = self._newest(None)
         while path is not None:
             try:
                 return path, *self.load(path, components, verify)
             except DamagedCheckpoint as error:
                 logger.warning("skipped a damaged checkpoint: %s", error)
-                path, damage = self._newest(path), error
-        if damage is not None:
-            raise damage
+                path = self._newest(path)
         return None
 
     def _newest(self, before: Path | None) -> Path | None:
-        """The newest checkpoint older than ``before`` with all its files. Rank 0 looks, for all."""
-        found = None
-        candidates = [path for _, path in manifest.complete(self.root)] if self.rank == FINISHER else []
-        for path in reversed(candidates[: candidates.index(before)] if before in candidates else candidates):
-            try:
-                manifest.check(path)
-                found = path
-                break
-            except DamagedCheckpoint as error:
-                logger.warning("skipped a damaged checkpoint: %s", error)
-        answer: Path | None = self._gather(found)[FINISHER]
+        """Rank 0 looks, for all."""
+        answer = self._gather(newest(self.root, before) if self.rank == FINISHER else None)[FINISHER]
+        if isinstance(answer, UserError):
+            raise answer
         return answer
 
     def load(
@@ -181,7 +189,7 @@ class Checkpointer:
         """
         result, error = None, None
         try:
-            result = self._load(Path(path), components, verify)
+            result = read_into(Path(path), components, self.rank, self.world_size, verify, self.storage.direct_io)
         except UserError as caught:
             error = caught
         outcomes = self._gather((error, result is not None and result[2]))
@@ -192,28 +200,12 @@ class Checkpointer:
         extra, own, _ = result
         return extra, own if all(same for _, same in outcomes) else None
 
-    def _load(self, path: Path, components: Components, verify: bool) -> tuple[dict[str, Any], Any, bool]:
-        content = manifest.read(path)
-        index = load_index(path, content)
-        maps = {name: shard_map for name, (shard_map, _) in components.items()}
-        plan_copies = restore.copies(index, maps, path)
-        layout = layout_digest(holding(maps))
-        same = content.world_size == self.world_size and index.layouts[self.rank] == layout
-        own_row = index.rows([state_name(self.rank)])[state_name(self.rank)].tolist() if same else []
-        own: dict[str, Any] = {}
-
-        def use(row: int, data: memoryview) -> None:
-            if row in own_row:
-                own.update(unpack(bytes(data)))
-            for copy in plan_copies.get(row, ()):
-                fill_local(copy, data, index.specs[index.names[index.name[row]]].dtype, components[copy.component][1])
-
-        reader = restore.Reader(path, index, verify, self.storage.direct_io)
-        reader.each(restore.reads(index, [*plan_copies, *own_row]), use)
-        return dict(content.extra), own, same
-
     def _plan(self, held: Holding, state_bytes: int) -> bool:
         """Makes the plan of all ranks at the first save, or when a layout changed. Returns whether it did."""
+        if self.rank == FINISHER and self._num_saves == 0:
+            with suppress(OSError):  # the writer will meet it too, and tell it to all ranks
+                self.files.makedirs(self.root)
+                stripe(self.root, self.storage.stripe_count, self.storage.alignment_bytes)
         layout = layout_digest(held)
         ranks = self._gather((layout, state_bytes, socket.gethostname(), self._run))
         self._run = ranks[FINISHER][3]
@@ -244,6 +236,14 @@ class Checkpointer:
             finish=finish if self.rank == FINISHER else None,
         )  # fmt: skip
 
+    def _write_shared(self, job: Job, buffer: memoryview) -> Report:
+        """All ranks' data into one file, through MPI; the writer then only finishes the checkpoint."""
+        assert self._whole is not None and self._mpi is not None
+        assert (self._mpi.rank, self._mpi.size) == (self.rank, self.world_size), "MPI and torch must number ranks alike"
+        return mpio.write_shared(
+            self._mpi, job.partial, self._whole.members, self.rank, buffer, self.storage.alignment_bytes
+        )
+
     def _make_room(self, num_steps: int) -> None:
         """Waits until at most ``num_steps`` saves are being written."""
         while len(self._writing) > num_steps:
@@ -257,17 +257,17 @@ class Checkpointer:
             return True, None
         serial, spool = self._writing[0][0], self._spool
         states = self._gather(spool.outcome(serial, block and self.rank != FINISHER))
-        failed = any(error for _, error in states)
-        if failed:
+        error = first_error(states)
+        if error:
             self.fence()
             if self.rank == FINISHER:
                 spool.filled(serial, -1)  # its writer may be waiting for a shard that will never come
-        if block or failed:
+        if block or error:
             states = self._gather(spool.outcome(serial, block=True))
         ended = all(done for done, _ in states)
         if ended:
             self._writing.pop(0)
-        return ended, next((f"rank {r}: {e}" for r, (_, e) in enumerate(states) if e), None)
+        return ended, error or first_error(states)
 
     def _report(self, error: str | None, on_error: str) -> None:
         if error and on_error == "stop":
@@ -284,6 +284,6 @@ class Checkpointer:
         return out
 
 
-def layout_digest(held: Holding) -> str:
-    """Digest of what a rank holds."""
-    return digest(repr((sorted(held.specs.items()), sorted(held.boxes.items()))).encode()).hex()
+def first_error(states: list[tuple[bool, str | None]]) -> str | None:
+    """The first of all ranks' errors, with its rank."""
+    return next((f"rank {rank}: {error}" for rank, (_, error) in enumerate(states) if error), None)

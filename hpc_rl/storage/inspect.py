@@ -149,7 +149,8 @@ def inspect_rollouts(paths: list[Path], num_samples: int) -> Report:
     known = scores[~np.isnan(scores)]
     report: Report = {
         "kind": "rollouts", "path": str(paths[0] if len(paths) == 1 else paths[0].parent),
-        "step": int(files[0].attributes["step"]), "sequences": len(records), "tokens": sum(r.num_tokens for r in records),
+        "step": int(files[0].attributes["step"]), "sequences": len(records),
+        "tokens": sum(record.num_tokens for record in records),
         "damaged": sum(file.num_damaged for file in files), "score_mean": float(known.mean()) if len(known) else None,
     }  # fmt: skip
     report["files"] = [file_row(path, file) for path, file in zip(paths, files, strict=True)]
@@ -165,7 +166,8 @@ def file_row(path: Path, file: RolloutFile) -> Report:
 def sample_row(record: Record) -> Report:
     row = record.row[0]
     return {
-        "prompt_id": record.key[0], "sample_id": record.key[1], "score": record.score, "tokens": len(record.response_ids),
+        "prompt_id": record.key[0], "sample_id": record.key[1],
+        "score": record.score, "tokens": len(record.response_ids),
         "ended": bool(row["finished"]), "version": int(row["versions"]), "seconds": float(row["seconds"]),
         "prompt": record.texts[0][-MAX_TEXT:], "response": record.texts[1][:MAX_TEXT],
     }  # fmt: skip
@@ -198,11 +200,7 @@ def diff_tensor(name: str, path_a: Path, index_a: Index, path_b: Path, index_b: 
     if digests(index_a, name) == digests(index_b, name):
         return None
     x, y = (tensor_from(p, i, name, raw=True) for p, i in ((path_a, index_a), (path_b, index_b)))
-    different = (
-        int((x != y).sum())
-        if x.dtype.kind == "u"
-        else int((x.view(f"u{x.itemsize}") != y.view(f"u{y.itemsize}")).sum())
-    )
+    different = int((x.view(f"u{x.itemsize}") != y.view(f"u{y.itemsize}")).sum())  # bits: NaN equals itself
     if not different:
         return None
     x, y = (tensor_from(p, i, name).astype(np.float64) for p, i in ((path_a, index_a), (path_b, index_b)))

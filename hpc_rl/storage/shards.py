@@ -37,6 +37,10 @@ class Member:
     def regions(self) -> tuple[Region, ...]:
         return regions(self.extents, self.rank, self.state_bytes)
 
+    def dataset(self, extent: Extent) -> str:
+        """Name, in the rank's group, of the dataset that holds one of its extents."""
+        return "state" if extent.name == state_name(self.rank) else extent.dtype
+
     def all_extents(self) -> tuple[Extent, ...]:
         return with_state(self.extents, self.rank, self.state_bytes)
 
@@ -110,7 +114,7 @@ class SparseFile(io.RawIOBase):
         """What was written, as few (offset, bytes) as possible."""
         spans: list[list[int]] = []
         for begin, end in sorted((begin, begin + len(chunk)) for begin, chunk in self.segments):
-            if spans and begin <= spans[-1][1]:
+            if spans and begin <= spans[-1][1] + 4096:  # one write rather than two, zeros between
                 spans[-1][1] = max(spans[-1][1], end)
             else:
                 spans.append([begin, end])
@@ -125,11 +129,7 @@ def skeleton(members: Sequence[Member], alignment_bytes: int) -> Skeleton:
         sparse, "w", libver=("earliest", "v110"), alignment_threshold=4096, alignment_interval=alignment_bytes
     ) as file:
         for member in members:
-            group = file.create_group(f"rank_{member.rank:05d}")
-            table = [asdict(extent) for extent in member.all_extents()]
-            group.create_dataset("extents.json", data=np.bytes_(json.dumps(table)), track_times=False)
-            for region in member.regions():
-                offsets[region.dataset] = create_dataset(file, region)
+            offsets |= add_group(file, member)
     size = max([sparse.size, *(offsets[r.dataset] + r.nbytes for m in members for r in m.regions())])
     gaps, position = [], 0
     for begin, nbytes in sorted(spans(members, offsets)):
@@ -137,6 +137,14 @@ def skeleton(members: Sequence[Member], alignment_bytes: int) -> Skeleton:
         position = begin + nbytes
     gaps.append(sparse.bytes_at(position, size - position))
     return Skeleton(tuple(sparse.runs()), offsets, size, digest(b"".join(gaps)))
+
+
+def add_group(file: h5py.File, member: Member) -> dict[str, int]:
+    """The group of one rank: a table of its extents, and its datasets, empty. Returns where these begin in the file."""
+    group = file.create_group(f"rank_{member.rank:05d}")
+    table = [asdict(extent) for extent in member.all_extents()]
+    group.create_dataset("extents.json", data=np.bytes_(json.dumps(table)), track_times=False)
+    return {region.dataset: create_dataset(file, region) for region in member.regions()}
 
 
 def create_dataset(file: h5py.File, region: Region) -> int:
@@ -158,8 +166,9 @@ def spans(members: Sequence[Member], offsets: dict[str, int]) -> list[tuple[int,
     for member in members:
         group = f"rank_{member.rank:05d}"
         for extent in member.all_extents():
-            dataset = "state" if extent.name == state_name(member.rank) else extent.dtype
-            out.append((offsets[f"{group}/{dataset}"] + extent.begin * itemsize(extent.dtype), extent.nbytes))
+            out.append(
+                (offsets[f"{group}/{member.dataset(extent)}"] + extent.begin * itemsize(extent.dtype), extent.nbytes)
+            )
     return out
 
 
@@ -181,6 +190,17 @@ def shard_files(hosts: Sequence[str], files_per_node: int) -> list[tuple[str, tu
     return out
 
 
+def gap_digest(path: Path, extents: Sequence[tuple[int, int]]) -> bytes:
+    """Digest of all bytes of a shard file outside its extents, given as (offset, bytes)."""
+    gaps: list[bytes] = []
+    with path.open("rb") as file:
+        for offset, nbytes in sorted(extents):
+            gaps.append(file.read(max(0, offset - file.tell())))
+            file.seek(offset + nbytes)
+        gaps.append(file.read())
+    return digest(b"".join(gaps))
+
+
 def alignment(members: Sequence[Member], wanted_bytes: int) -> int:
     """``wanted_bytes``, unless that would blow up a small file."""
     total = sum(region.nbytes for member in members for region in member.regions())
@@ -188,14 +208,13 @@ def alignment(members: Sequence[Member], wanted_bytes: int) -> int:
 
 
 def write_shard(
-    files: Files, directory: Path, file: str, members: Sequence[Member], rank: int,
-    buffer: memoryview, wait_filled: Callable[[int], None], alignment_bytes: int, direct: bool,
+    files: Files, directory: Path, file: str, members: Sequence[Member], rank: int, frame: Skeleton,
+    buffer: memoryview, wait_filled: Callable[[int], None], direct: bool,
 ) -> Report:  # fmt: skip
     """Writes one rank's part of a shard file from its host buffer, and fsyncs it.
 
-    Args: buffer: bytes of its regions. wait_filled(n): returns once the first n bytes of it are there.
+    Args: frame: of the file. buffer: bytes of its regions. wait_filled(n): returns once the first n bytes are there.
     """
-    frame = skeleton(members, alignment(members, alignment_bytes))
     path = directory / file
     files.makedirs(path.parent)
     if rank == members[0].rank:
@@ -213,13 +232,12 @@ def write_shard(
 
 
 def write_skeleton(files: Files, path: Path, frame: Skeleton) -> None:
-    """Everything of the file but its data, to its full size."""
+    """Everything of the file but its data, to its full size; synced with the data."""
     fd = files.open(path)
     try:
         for offset, data in frame.pages:
             files.pwrite(fd, data, offset)
         files.truncate(fd, frame.nbytes)
-        files.fsync(fd)
     finally:
         os.close(fd)
 
@@ -233,8 +251,7 @@ def write_data(
     begin_of = {region.dataset.split("/")[1]: region.offset for region in member.regions()}
     pending = []
     for extent in member.all_extents():
-        dataset = "state" if extent.name == state_name(member.rank) else extent.dtype
-        begin = begin_of[dataset] + extent.begin * itemsize(extent.dtype)
+        begin = begin_of[member.dataset(extent)] + extent.begin * itemsize(extent.dtype)
         pending.append((begin, begin + extent.nbytes))
     with ThreadPoolExecutor(2) as pool:
         writes: list[Future[None]] = []

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import mmap
 import os
+import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 
 import torch
@@ -46,13 +48,25 @@ class HostBuffer:
         os.close(self.fd)
 
 
+@contextmanager
+def blocked_signals() -> Iterator[None]:
+    """A child started here never gets the job's signals: they are for the trainer, which then waits for the writer."""
+    before = signal.pthread_sigmask(
+        signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+    )
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 class Spool:
     """One writer process, and what became of the jobs handed to it."""
 
     def __init__(self) -> None:
         self.buffer = HostBuffer()
         ours, theirs = socket.socketpair()
-        with theirs:
+        with theirs, blocked_signals():
             self.process = subprocess.Popen(
                 [sys.executable, "-c", _WRITER, str(theirs.fileno()), str(self.buffer.fd), str(os.getpid())],
                 pass_fds=(theirs.fileno(), self.buffer.fd),

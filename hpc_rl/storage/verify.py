@@ -10,7 +10,7 @@ from hpc_rl.storage import manifest
 from hpc_rl.storage.access import load_index
 from hpc_rl.storage.index import Index
 from hpc_rl.storage.restore import Reader, reads
-from hpc_rl.storage.tensor_io import digest
+from hpc_rl.storage.shards import gap_digest
 
 
 def verify(directory: Path, files: Collection[str] | None = None) -> list[str]:
@@ -40,13 +40,6 @@ def verify(directory: Path, files: Collection[str] | None = None) -> list[str]:
 def shard_file_digest(directory: Path, index: Index, name: str) -> str:
     """The digest of a shard file as the manifest defines it, from its bytes outside the extents and the index."""
     number = index.files.index(name)
-    rows = sorted(
-        (row for row in range(len(index.name)) if index.file[row] == number), key=lambda row: index.offset[row]
-    )
-    gaps: list[bytes] = []
-    with (directory / name).open("rb") as file:
-        for row in rows:
-            gaps.append(file.read(max(0, int(index.offset[row]) - file.tell())))
-            file.seek(int(index.offset[row] + index.nbytes[row]))
-        gaps.append(file.read())
-    return manifest.shard_digest(digest(b"".join(gaps)).hex(), [index.digest[row].tobytes().hex() for row in rows])
+    rows = sorted((row for row in range(len(index.name)) if index.file[row] == number), key=index.offset.__getitem__)
+    gaps = gap_digest(directory / name, [(int(index.offset[row]), int(index.nbytes[row])) for row in rows])
+    return manifest.shard_digest(gaps.hex(), [index.digest[row].tobytes().hex() for row in rows])

@@ -26,7 +26,7 @@ def missing_programs(names: tuple[str, ...]) -> list[str]:
     return [name for name in names if shutil.which(name, path=PATH) is None]
 
 
-def wait_until(condition: Callable[[], object], timeout_s: float = 40.0) -> None:
+def wait_until(condition: Callable[[], object], timeout_s: float = 200.0) -> None:
     end = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < end, f"waited {timeout_s:g} s in vain"
@@ -40,7 +40,7 @@ class Cluster:
     env: dict[str, str]
     dir: Path
 
-    def run(self, *argv: str | Path, timeout_s: float = 120.0, **env: str) -> subprocess.CompletedProcess[str]:
+    def run(self, *argv: str | Path, timeout_s: float = 400.0, **env: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [str(a) for a in argv], env=self.env | env, capture_output=True, text=True, timeout=timeout_s, check=False
         )
@@ -56,7 +56,7 @@ class Cluster:
         fields = self.run("scontrol", "-o", "show", "job", job).stdout.split()
         return next((f.removeprefix("JobState=") for f in fields if f.startswith("JobState=")), "GONE")
 
-    def wait(self, job: str, timeout_s: float = 120.0) -> str:
+    def wait(self, job: str, timeout_s: float = 400.0) -> str:
         """Waits for the job's end; returns its final state."""
         going = ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "REQUEUED")
         wait_until(lambda: self.state(job) not in going, timeout_s)

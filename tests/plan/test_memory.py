@@ -6,14 +6,23 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
-from hpc_rl.plan.activations import CHUNK_TOKENS, cut_of, saved_bytes, training_bytes
+from hpc_rl.plan.activations import (
+    CHUNK_TOKENS,
+    cut_of,
+    head_bytes,
+    head_forward_bytes,
+    saved_bytes,
+    stage_of,
+    training_bytes,
+)
 from hpc_rl.plan.generation import CPU_KV_CACHE_BYTES, generation_memory
 from hpc_rl.plan.hardware import GB
 from hpc_rl.plan.memory import memory
 from hpc_rl.plan.static import static_bytes
 from hpc_rl.plan.storage import checkpoint_bytes
-from tests.plan.engines import checkpoint, held, saved
+from tests.plan.engines import checkpoint, head_peaks, held, saved
 from tests.plan.jobs import QWEN2_1B, SMALL, config_of, job_of
 from tests.ranks import run_ranks
 
@@ -64,13 +73,21 @@ def test_activations_are_what_autograd_saves(case: str) -> None:
     config = config_of({**NARROW, **model}, dtype=dtype, tokens=512, **parallel)
     job = job_of(config, ranks)
     assert job.micro_batch_tokens(8) == 512
-    spec, pp = job.roles[role], job.layout.pp
+    spec = job.roles[role]
     for stage, got in run_ranks(ranks, saved, config, role, 8, 64):
-        layers = len(job.layout.layers_of(stage, spec.num_layers)[0])
-        expected = saved_bytes(spec, cut_of(job), layers, 512, is_first=stage == 0, is_last=stage == pp - 1)
+        expected = saved_bytes(spec, cut_of(job), stage_of(job, spec, stage), 512)
         if parallel.get("recompute"):  # the layers' rotary angles are kept by the recomputation itself, not by autograd
             expected -= 512 * 4 * spec.head_dim
         assert got == pytest.approx(expected, rel=0.05), (stage, got / 512, expected / 512)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_logits_are_what_the_head_allocates(dtype: str) -> None:
+    for hidden, vocab in ((64, 2048), (1024, 512)):  # where the logits of a chunk weigh most, and where the weight does
+        job = job_of(config_of({**NARROW, "hidden_size": hidden, "vocab_size": vocab}, dtype=dtype))
+        forward, backward = head_peaks(6144, hidden, vocab, getattr(torch, dtype))
+        assert forward == pytest.approx(head_forward_bytes(job.actor, cut_of(job), 6144), rel=0.02)
+        assert backward == pytest.approx(head_bytes(job.actor, cut_of(job), 6144), rel=0.02)
 
 
 def test_activations_of_an_h200() -> None:
@@ -84,7 +101,7 @@ def test_activations_of_an_h200() -> None:
                            rollout={"samples_per_prompt": 2})  # fmt: skip
         job = job_of(config, gpu="h200")
         held_gb = static_bytes(job, "actor", 0).total / GB
-        activations = sum(training_bytes(job.actor, cut_of(job), 28, tokens, 1, is_first=True, is_last=True)) / GB
+        activations = sum(training_bytes(job.actor, cut_of(job), stage_of(job, job.actor, 0), tokens, 1)) / GB
         assert held_gb == pytest.approx(18 * 1.411e9 / GB, rel=0.001)
         assert held_gb + activations == pytest.approx(peak_gb, rel=0.03)
         assert activations == pytest.approx(peak_gb - held_gb, rel=0.05)
@@ -154,6 +171,20 @@ def test_settings_move_memory_where_they_should() -> None:
     recomputed = phase_bytes(recompute="full")
     assert recomputed["actor update"] < base["actor update"] - 15 * GB
     assert recomputed["generation"] == base["generation"]
+
+
+def test_vllm_needs_its_share_free_when_it_starts() -> None:
+    """Off-load leaves room while generating, but the trainers are still there when vLLM starts."""
+    values = {"dtype": "bfloat16", "tokens": 2048, "length": 1024, "offload": True}
+    rollout = {"gpu_memory_utilization": 0.7, "kv_cache_bytes": 1 << 30}
+    job = job_of(config_of(QWEN2_1B, rollout=rollout, **values), gpu="h100")
+    result = memory(job)
+    start, generation = result.phases[:2]
+    static = sum(static_bytes(job, role, 0).total for role in job.roles)
+    assert generation.nbytes < 8 * GB
+    assert start.nbytes == pytest.approx(static + 0.7 * 79.2 * GB + 0.7 * GB)
+    assert not result.fits
+    assert result.peak is start
 
 
 def test_vllm_on_the_cpu() -> None:

@@ -18,9 +18,10 @@ from hpc_rl.reshard.digest import differing, digests
 from hpc_rl.reshard.incremental import DENSE, Snapshot, changes, decode, delta_bytes, encode, masked
 from hpc_rl.reshard.messages import aligned, cut_for, local_copies, rounds_of, share_bytes, split, total_bytes
 from hpc_rl.reshard.plan import Link, make_plan
-from hpc_rl.tensors.shardmap import Piece, view
+from hpc_rl.reshard.slots import make_rounds
+from hpc_rl.tensors.shardmap import Piece, ShardMap, TensorSpec, view, whole_piece
 from tests.reshard.layouts import TRAINING, maps_of
-from tests.tensors.models import spec_of
+from tests.tensors.models import empty_locals, spec_of
 
 
 @pytest.mark.parametrize("share", [1024, 4096, 1 << 20])
@@ -37,6 +38,30 @@ def test_messages_hold_every_element_once_within_the_share(share: int, device: s
         # The other end cuts the same way: it sees the same links from its own part of the plan.
         theirs = dict(plan.of(peer).sends)[0]
         assert rounds_of(theirs, cut) == rounds
+
+
+def test_a_message_has_one_dtype() -> None:
+    specs = {f"t{i}": TensorSpec((6,), "float32" if i % 2 else "bfloat16") for i in range(6)}
+    full = ShardMap(specs, tuple(whole_piece(name, (6,), name) for name in specs))
+    plan = make_plan([full, ShardMap({}, ())], [ShardMap({}, ()), full])
+    (_, links), (messages,) = plan.of(1).receives[0], rounds_of(plan.of(1).receives[0][1], cut_for("cuda", False, 1024))
+    assert len(links) == 6 and [len(m.links) for m in messages] == [3, 3]
+    assert all(len({x.dtypes for x in m.links}) == 1 for m in messages)
+
+
+@pytest.mark.parametrize("bucket_bytes", [1 << 14, 1 << 16, 1 << 20])
+@pytest.mark.parametrize(("device", "delta"), [("cpu", False), ("cuda", False), ("cpu", True)])
+def test_a_round_is_staged_within_one_bucket_on_every_rank(bucket_bytes: int, device: str, delta: bool) -> None:
+    for name, gen_tp in (("TP2PP2DP2", 4), ("TP8", 2), ("PP4", 1)):
+        sources, targets = maps_of(spec_of("qwen2"), TRAINING[name], gen_tp, ("float32", "bfloat16"))
+        plan = make_plan(sources, targets)
+        for rank in range(8):
+            part = plan.of(rank)
+            cut = cut_for(device, delta, share_bytes(bucket_bytes, part.max_peers))
+            held, wanted = empty_locals(sources[rank]), empty_locals(targets[rank], torch.bfloat16)
+            rounds = make_rounds(part.sends, part.receives, cut, held, wanted)
+            assert all(r.staging_bytes <= bucket_bytes for r in rounds)
+            assert sum(s.message.nbytes for r in rounds for s in r.receives) == part.lower_bound_bytes
 
 
 def test_split_cuts_along_several_dims_and_loses_nothing() -> None:
@@ -142,9 +167,9 @@ def test_digests_speak_of_values_not_of_memory() -> None:
     signs = value.clone().view(-1)
     signs[1:600_000:2] *= -1  # top bits of many words: what a plain weighted sum would miss
     assert not torch.equal(digests([value], torch.float32), digests([signs.view(700, 900)], torch.float32))
-    big = torch.randn(3 << 18)
-    swapped = torch.cat([big[1 << 19 :], big[: 1 << 19]])
-    assert not torch.equal(digests([big], torch.float32), digests([swapped], torch.float32))
+    for numel in (1000, 1 << 20):  # within a chunk of the digest, and two chunks changing places
+        halves = torch.randn(2, numel // 2)
+        assert not torch.equal(digests([halves], torch.float32), digests([halves.flip(0)], torch.float32))
 
 
 def test_cache_gives_back_the_plan_from_memory_and_disk(tmp_path: Path) -> None:
