@@ -28,6 +28,7 @@ TOKEN_DTYPES = {
     "advantages": torch.float32,
     "returns": torch.float32,
     "loss_weights": torch.float32,  # what a token's loss counts in the mini-batch's loss (algo/losses.py)
+    "value_loss_weights": torch.float32,  # 1 / response tokens: of the critic's loss, and of metrics
 }
 SEQUENCE_DTYPES = {
     "prompt_ids": torch.int64,  # as in the prompt file
@@ -36,6 +37,9 @@ SEQUENCE_DTYPES = {
     "finished": torch.bool,  # ended by itself (EOS or stop), not by the length limit
     "versions": torch.int64,  # of the weights that sampled it
     "scores": torch.float32,  # the reward function's result for the whole response
+    "baseline_scores": torch.float32,  # that of the greedy response to the same prompt (ReMax)
+    "pair_ids": torch.int64,  # sequences 2p and 2p + 1 are a pair, which micro-batches keep together
+    "pair_weights": torch.float32,  # 1 / number of pairs of the mini-batch
 }
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from hpc_rl import rng, run_dir
-from hpc_rl.algo.registry import algorithm
+from hpc_rl.algo.registry import algorithm, objective
 from hpc_rl.config import Config
 from hpc_rl.config_check import cross_check, read_hf_config, read_hf_config_file
 from hpc_rl.data.prompts import PromptSet, PromptStream
@@ -47,6 +47,7 @@ class Job:
     reference: MegatronEngine | None
     sampler: VLLMEngine
     reward: RewardFunction
+    tokenizer: Any
     resharder: Resharder
     colocation: Colocation
     checkpointer: Checkpointer
@@ -81,14 +82,7 @@ def build(config: Config) -> Job:
     critic = build_engine("critic", config, parallel) if needs_critic(config) else None
     reference = build_engine("reference", config, parallel) if needs_reference(config) else None
     sampler = build_sampler(config, parallel, tokenizer)
-    checkpointer = Checkpointer(
-        config.run.dir,
-        config.checkpoint,
-        rank=parallel.rank,
-        world_size=parallel.layout.world_size,
-        group=dist.group.WORLD,
-        storage=config.storage,
-    )
+    checkpointer = build_checkpointer(config, parallel)
     return Job(
         parallel=parallel,
         prompts=stream,
@@ -97,6 +91,7 @@ def build(config: Config) -> Job:
         reference=reference,
         sampler=sampler,
         reward=reward,
+        tokenizer=tokenizer,
         resharder=connect(
             actor.shard_map(),
             sampler.shard_map(),
@@ -111,8 +106,8 @@ def build(config: Config) -> Job:
     )
 
 
-def join(config: Config) -> ParallelState:
-    """Takes this process's place in the job that the launcher began, and prepares the run directory.
+def join(config: Config, begins_run: bool = True) -> ParallelState:
+    """Takes this process's place in the job that the launcher began, and prepares the run directory if a run begins.
 
     Raises: UserError for sizes that do not fit the world, before any model is built.
     """
@@ -122,10 +117,11 @@ def join(config: Config) -> ParallelState:
     export_torch_env(info)
     parallel = parallel_state.initialize(config, choose_device(config, info), info.local_world_size)
     rng.seed_all(config.seed, parallel.rank)
-    prepare_run_dir(config, hf_config, parallel, info.launcher)
+    if begins_run:
+        prepare_run_dir(config, hf_config, parallel, info.launcher)
     if info.num_nodes > 1:
         check_nodes(info, config, config.run.dir)
-    if parallel.rank == 0:
+    if begins_run and parallel.rank == 0:
         say(run_dir.model_line(config, hf_config, info.world_size, parallel.device.type))
     return parallel
 
@@ -159,10 +155,24 @@ def build_engine(role: str, config: Config, parallel: ParallelState) -> Megatron
     return engine
 
 
-def build_sampler(config: Config, parallel: ParallelState, tokenizer: Any = None) -> VLLMEngine:
-    """The rollout engine; its weights are undefined until the first sync."""
+def build_checkpointer(config: Config, parallel: ParallelState) -> Checkpointer:
+    """Saves and loads for all ranks."""
+    return Checkpointer(
+        config.run.dir,
+        config.checkpoint,
+        rank=parallel.rank,
+        world_size=parallel.layout.world_size,
+        group=dist.group.WORLD,
+        storage=config.storage,
+    )
+
+
+def build_sampler(
+    config: Config, parallel: ParallelState, tokenizer: Any = None, model_dir: Path | None = None
+) -> VLLMEngine:
+    """The rollout engine; its weights are undefined until the first sync. ``model_dir``: where config.json is."""
     return VLLMEngine(
-        config.model.path or str(Path(config.run.dir) / "model"),
+        str(model_dir or config.model.path or Path(config.run.dir) / "model"),
         config.rollout,
         dtype=config.model.dtype,
         max_model_len=config.data.max_prompt_tokens + config.rollout.max_response_tokens,
@@ -178,7 +188,8 @@ def needs_critic(config: Config) -> bool:
 
 
 def needs_reference(config: Config) -> bool:
-    return config.algorithm.kl_placement != "none"
+    goal = objective(config.algorithm.name)
+    return config.algorithm.kl_placement != "none" if goal is None else goal.needs_reference
 
 
 def choose_device(config: Config, info: RankInfo) -> torch.device:
@@ -230,10 +241,15 @@ def say(line: str | None) -> None:
 
 
 def find_checkpoint(config: Config, checkpointer: Checkpointer) -> Path | None:
-    """The checkpoint that ``resume`` names, or None for a fresh start."""
-    if config.resume == "none":
-        return None
-    found = checkpointer.latest() if config.resume == "auto" else Path(config.resume)
+    """The checkpoint that ``resume`` names, or None for a fresh start; says so."""
+    found = named_checkpoint(config, checkpointer)
     if checkpointer.rank == 0:
         say(run_dir.resume_line(config, found))
     return found
+
+
+def named_checkpoint(config: Config, checkpointer: Checkpointer) -> Path | None:
+    """As `find_checkpoint`, without a word."""
+    if config.resume == "auto":
+        return checkpointer.latest()
+    return None if config.resume == "none" else Path(config.resume)

@@ -38,18 +38,41 @@ def train(config: ConfigArg, overrides: Overrides = None, debug: Debug = False) 
     raise typer.Exit(run_train(config, overrides or []))
 
 
+@app.command("eval", epilog="Example: hpc-rl eval configs/quickstart.yaml checkpoint=runs/quickstart --json")
+def eval_command(
+    config: ConfigArg,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="checkpoint=RUN_OR_CHECKPOINT [model.path], key=value")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Score a checkpoint on the held-out prompts: pass@k, mean reward with its confidence interval."""
+    quiet()
+    from hpc_rl.run import run_eval
+
+    report = run_eval(config, overrides or [], as_json=as_json)
+    if isinstance(report, int):
+        raise typer.Exit(report)
+    _print(report, as_json)
+
+
 @app.command(epilog="Example: hpc-rl inspect runs/default/checkpoints/checkpoint_20_complete --verify")
 def inspect(
     path: Annotated[Path, typer.Argument(help="a checkpoint, a shard file, a rollouts directory or a run")],
     verify: Annotated[bool, typer.Option(help="read everything and compare digests")] = False,
     diff: Annotated[Path | None, typer.Option(help="compare with this checkpoint")] = None,
+    tensors: Annotated[bool, typer.Option("--tensors", help="list every tensor (--json always does)")] = False,
     as_json: Json = False,
 ) -> None:
     """Show what a checkpoint, shard or rollout file holds."""
     from hpc_rl.storage.inspect import diff_paths, inspect_path
 
     report = diff_paths(path, diff) if diff is not None else inspect_path(path, verify=verify)
+    if report.get("kind") == "checkpoint" and not (tensors or as_json):
+        report = {name: value for name, value in report.items() if name != "tensors"}
     _print(report, as_json)
+    if (verify and "damaged: " in json.dumps(report, default=str)) or report.get("verified") is False:
+        raise typer.Exit(1)
 
 
 @app.command(epilog="Example: hpc-rl export runs/default --hf exported/")
@@ -66,6 +89,22 @@ def export(
     from hpc_rl.export import export_checkpoint
 
     _print(export_checkpoint(source, hf, role=role, dtype=dtype, model=model), as_json)
+
+
+@app.command(epilog="Example: hpc-rl convert path/to/hf_model --to hpc_rl --out runs/imported")
+def convert(
+    source: Annotated[Path, typer.Argument(help="a run or checkpoint, an HF directory, or a torch DCP directory")],
+    to: Annotated[str, typer.Option("--to", help="hf or dcp (from a checkpoint), hpc_rl (from the others)")],
+    out: Annotated[Path, typer.Option("--out", help="directory to make")],
+    role: Annotated[str, typer.Option(help="actor or critic")] = "actor",
+    model: Annotated[Path | None, typer.Option(help="HF directory of config.json and tokenizer, for DCP")] = None,
+    as_json: Json = False,
+) -> None:
+    """Carry parameters between this checkpoint format, Hugging Face and torch.distributed.checkpoint."""
+    quiet()
+    from hpc_rl.convert import convert as convert_parameters
+
+    _print(convert_parameters(source, out, to, role=role, model=model), as_json)
 
 
 @app.command(epilog="Example: hpc-rl bench reshard --quick --json")

@@ -60,6 +60,10 @@ class DataConfig:
     overlong: Literal["drop", "cut"] = Field("drop", description="drop a long prompt, or cut its start; counted either way")
     chat_template: Literal["auto", "always", "never"] = Field("auto", description="auto: for `messages`, not for `text`")
     shuffle: bool = Field(True, description="new order each epoch, from the seed")
+    oversample: float = Field(1.0, ge=1, description="prompts drawn for each one wanted; groups whose scores differ are kept first")
+    reward_min: float | None = Field(None, description="leave out prompts whose last group scored less on average; null: off")
+    reward_max: float | None = Field(None, description="leave out prompts whose last group scored more on average; null: off")
+    reward_memory_epochs: int = Field(2, ge=1, description="epochs for which a prompt is left out")
 
 
 @_frozen
@@ -113,6 +117,8 @@ class AlgorithmConfig:
     kl_straight_through: bool = Field(False, description="KL loss: value of its estimator, gradient of k2 (unbiased)")
     sapo_tau_positive: float = Field(1.0, gt=0, description="SAPO: gate temperature, positive advantages")
     sapo_tau_negative: float = Field(1.05, gt=0, description="SAPO: gate temperature, other advantages")
+    refill_rounds: int = Field(0, ge=0, description="most times that groups of one outcome are replaced by new prompts (dynamic sampling)")
+    max_staleness: int = Field(0, ge=0, description="most steps that the sampler's weights may be behind the actor's")
     overlong_buffer_tokens: int = Field(0, ge=0, description="DAPO: tokens before the length limit that cost reward")
     overlong_penalty: float = Field(1.0, ge=0, description="DAPO: reward lost at the limit, linear over the buffer")
     correction: Literal["none", "tis-token", "tis-sequence", "icepop-token", "icepop-sequence"] = Field(
@@ -127,6 +133,18 @@ class AlgorithmConfig:
     ] = Field("none", description="tokens or sequences to leave out; seq-mean-k1: geometric mean")  # fmt: skip
     reject_low: float = Field(0.5, ge=0, description="k1: smallest trainer / sampler ratio kept")
     reject_high: float = Field(2.0, gt=0, description="k1: largest ratio kept; k2, k3: largest divergence kept")
+    beta: float = Field(0.1, gt=0, description="DPO, IPO: strength of the pull to the reference")
+    label_smoothing: float = Field(0.0, ge=0, lt=0.5, description="DPO: share of the pairs that may be the wrong way round")
+    reward_center: float = Field(0.0, ge=0, description="reward model: weight of (chosen + rejected)^2, which centres the rewards")
+
+
+@_frozen
+class EvalConfig:
+    every: int = Field(0, ge=0, description="steps between evaluations on data.eval_prompts; 0: none while training")
+    samples_per_prompt: int = Field(1, ge=1, description="responses per held-out prompt; pass@k for k = 1, 2, 4, ... up to it")
+    temperature: float = Field(0.0, ge=0, description="of these responses; 0: greedy")
+    num_prompts: int | None = Field(None, ge=1, description="the first so many held-out prompts; null: all")
+    pass_score: float = Field(1.0, description="a response passes with this score or more")
 
 
 @_frozen
@@ -183,7 +201,7 @@ class MetricsConfig:
 class Config:
     """One run. Every leaf can be set in the YAML file or as ``section.key=value`` on the command line."""
 
-    steps: int = Field(100, ge=1, description="RL steps")
+    steps: int = Field(100, ge=1, description="training steps")
     seed: int = Field(0, ge=0, description="of everything random in the run")
     resume: str = Field("none", description="none, auto (newest whole checkpoint of run.dir, if any), or a checkpoint directory")
     run: RunConfig = section(RunConfig)
@@ -194,6 +212,7 @@ class Config:
     rollout: RolloutConfig = section(RolloutConfig)
     reward: RewardConfig = section(RewardConfig)
     algorithm: AlgorithmConfig = section(AlgorithmConfig)
+    eval: EvalConfig = section(EvalConfig)
     actor: OptimizerConfig = section(OptimizerConfig)
     critic: OptimizerConfig = section(OptimizerConfig)
     reshard: ReshardConfig = section(ReshardConfig)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hpc_rl.algo.checks import validate
 from hpc_rl.config import Config
 from hpc_rl.config_schema import join_or
 from hpc_rl.errors import UserError
@@ -24,6 +25,7 @@ def cross_check(config: Config, world_size: int, hf_config: Mapping[str, Any] | 
         UserError: one line with the values, the rule and the fix.
     """
     check_model_keys(config)
+    validate(config)
     _check_layout(config, world_size)
     _check_algorithm(config)
     _check_model_sizes(config, read_hf_config(config) if hf_config is None else hf_config)

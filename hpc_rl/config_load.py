@@ -14,6 +14,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from hpc_rl.algo.registry import with_defaults
 from hpc_rl.config import Config
 from hpc_rl.config_check import cross_check
 from hpc_rl.config_paths import INPUT_PATHS, OUTPUT_PATHS, expand, find_input, map_paths
@@ -139,7 +140,7 @@ def _apply_value(values: dict[str, Any], names: Sequence[str], value: Any) -> No
 def _build(values: dict[str, Any], path: str, sources: Mapping[str, str]) -> Config:
     _check_types(values, path, sources)
     try:
-        return TypeAdapter(Config).validate_python(values)
+        return TypeAdapter(Config).validate_python(with_defaults(values))
     except ValidationError as error:
         raise UserError(_explain(error.errors()[0], path, sources)) from None
 

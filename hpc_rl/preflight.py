@@ -8,6 +8,7 @@ import importlib.util
 import os
 from pathlib import Path
 
+from hpc_rl.algo.registry import objective
 from hpc_rl.config import Config
 from hpc_rl.config_check import cross_check
 from hpc_rl.data.prompt_files import read_records
@@ -37,9 +38,37 @@ def preflight(config: Config, world_size: int) -> None:
     check_outputs(config)
     check_resume(config, hf_config)
     check_metrics(config)
-    reward = RewardFunction.from_config(config.reward)
+    check_data(config)
+
+
+def check_data(config: Config) -> None:
+    """Refuses a reward function that cannot be called, and prompts that lack what it needs. Raises UserError."""
+    goal = objective(config.algorithm.name)
+    if goal is None:
+        required, needed_by = RewardFunction.from_config(config.reward).required_fields, "reward.function"
+    else:
+        required, needed_by = goal.fields, "algorithm.name"
     assert config.data.prompts is not None, "cross_check refuses a configuration without prompts"
-    read_records(config.data.prompts, config.data.format, reward.required_fields)
+    read_records(config.data.prompts, config.data.format, required, needed_by)
+    if config.eval.every and config.data.eval_prompts:
+        read_records(config.data.eval_prompts, config.data.format, required, needed_by)
+
+
+def preflight_eval(config: Config, world_size: int) -> None:
+    """Refuses an evaluation that cannot succeed; as cheap as `preflight`.
+
+    Raises:
+        UserError: one line with the value, the rule and the fix.
+    """
+    check_torchvision()
+    hf_config = check_models(config)
+    cross_check(config, world_size, hf_config)
+    check_device(config)
+    check_resume(config, hf_config)
+    required = RewardFunction.from_config(config.reward).required_fields
+    if not config.data.eval_prompts:
+        raise UserError("data.eval_prompts is null, but an evaluation needs held-out prompts: set it to a JSONL file")
+    read_records(config.data.eval_prompts, config.data.format, required)
 
 
 def check_torchvision() -> None:

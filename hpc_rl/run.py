@@ -1,20 +1,28 @@
-"""What `hpc-rl train` does: check, start the ranks or take a place among them, train, say what was made."""
+"""What `hpc-rl train` and `eval` do: check, start the ranks or take a place among them, work, say what was made."""
 
 from __future__ import annotations
 
 import atexit
 import gc
+import signal
+import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from hpc_rl.algo.registry import objective
 from hpc_rl.config import Config
 from hpc_rl.config_load import load_config
 from hpc_rl.errors import RunError, UserError
-from hpc_rl.run_dir import set_aside
-from launch.env import detect, finish
+from hpc_rl.run_dir import find_run_checkpoint, set_aside
+from launch.env import detect, finish, job_id
 from launch.local import run_local
 from launch.spec import check_placement
+
+if TYPE_CHECKING:
+    from hpc_rl.trainer import Trainer
 
 
 def run_train(path: Path, overrides: Sequence[str]) -> int:
@@ -49,9 +57,7 @@ def run_train(path: Path, overrides: Sequence[str]) -> int:
 def train_here(config: Config) -> int:
     """Trains on this rank; returns the exit code."""
     import_heavy()
-    from hpc_rl.train import RLTrainer
-
-    trainer = RLTrainer(config)
+    trainer = make_trainer(config)
     try:
         trainer.train()
     except RunError:  # every rank has it: they wait together for the checkpoint in flight
@@ -62,10 +68,42 @@ def train_here(config: Config) -> int:
         raise
     trainer.close()
     info = detect()
-    if info.rank == 0:
+    code = 0
+    if trainer.stopped_by is not None:
+        code = stopped(config, trainer.steps_done, trainer.stopped_by, info.rank)
+    elif info.rank == 0:
         print(closing_words(config, trainer.steps_done), flush=True)
     finish(info)
-    return 0
+    return code
+
+
+TRY_AGAIN = 75  # exit code of a run that stopped before its end and can go on (EX_TEMPFAIL)
+
+
+def stopped(config: Config, step: int, by: signal.Signals, rank: int) -> int:
+    """Says where a run stopped; in a Slurm job that was told of its time limit, puts the job back into the queue.
+
+    Returns: the exit code: 0 if the job goes on by itself, else `TRY_AGAIN`, or 143 after SIGTERM.
+    """
+    requeue = job_id() if by is signal.SIGUSR1 else None
+    if rank == 0:
+        print(f"Stopped by {by.name} after step {step} of {config.steps}, saved: resume=auto goes on", flush=True)
+        if requeue is not None:
+            subprocess.run(["scontrol", "requeue", requeue], check=True)
+    if requeue is not None:
+        return 0
+    return 128 + signal.SIGTERM if by is signal.SIGTERM else TRY_AGAIN
+
+
+def make_trainer(config: Config) -> Trainer:
+    """The trainer that ``algorithm.name`` asks for."""
+    if objective(config.algorithm.name) is not None:
+        from hpc_rl.supervised import SupervisedTrainer
+
+        return SupervisedTrainer(config)
+    from hpc_rl.train import RLTrainer
+
+    return RLTrainer(config)
 
 
 def import_heavy() -> None:
@@ -85,13 +123,39 @@ def import_heavy() -> None:
 
 def closing_words(config: Config, step: int) -> str:
     """The run directory, and what to do next."""
-    run_dir = config.run.dir
+    run_dir, role = config.run.dir, " --role critic" if config.algorithm.name == "reward_model" else ""
     return (
         f"Done: {step} steps in {run_dir}\n"
         f"  go on:    hpc-rl train {run_dir}/config.yaml resume=auto steps={2 * step}\n"
         f"  look:     hpc-rl inspect {run_dir}\n"
-        f"  take out: hpc-rl export {run_dir} --hf {run_dir}/hf"
+        f"  take out: hpc-rl export {run_dir} --hf {run_dir}/hf{role}"
     )
+
+
+def run_eval(path: Path, overrides: Sequence[str], *, as_json: bool) -> dict[str, Any] | int:
+    """`hpc-rl eval`: the report, or the exit code of local ranks, the first of which prints it.
+
+    ``checkpoint=PATH`` among the overrides is a run directory or a checkpoint; without it ``resume`` counts.
+    """
+    from hpc_rl.preflight import preflight_eval
+
+    given = [text.removeprefix("checkpoint=") for text in overrides if text.startswith("checkpoint=")]
+    config = load_config(path, [text for text in overrides if not text.startswith("checkpoint=")])
+    if given:
+        config = replace(config, resume=str(find_run_checkpoint(given[-1])))  # type: ignore[type-var]  # a dataclass of pydantic
+    info = detect()
+    launched = info.launcher != "none"
+    if not launched or info.rank == 0:
+        preflight_eval(config, info.world_size if launched else config.launch.nproc)
+    if not launched and config.launch.nproc > 1:
+        argv = [sys.executable, "-m", "hpc_rl.cli", "eval", str(path), *overrides, *(["--json"] if as_json else [])]
+        threads = {"OMP_NUM_THREADS": str(config.launch.threads)}
+        return run_local(config.launch.nproc, argv, log_dir=Path(config.run.dir) / "logs" / "eval", env=threads)
+    from hpc_rl.evaluate import evaluate_model
+
+    report = evaluate_model(config)
+    finish(info)
+    return report if info.rank == 0 else 0
 
 
 def run_launch(path: Path, overrides: Sequence[str], launcher: str, *, dry_run: bool) -> int:

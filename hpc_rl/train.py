@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from hpc_rl import rng
-from hpc_rl.algo import registry
 from hpc_rl.algo.kl import KLController
+from hpc_rl.algo.registry import algorithm
 from hpc_rl.algo.step import (
     mini_batches,
     needs_old_log_probs,
@@ -17,14 +20,16 @@ from hpc_rl.algo.step import (
     value_loss,
 )
 from hpc_rl.batch import Batch
-from hpc_rl.build import build
+from hpc_rl.build import Job, build
 from hpc_rl.config import Config
-from hpc_rl.metrics.meter import Meter
-from hpc_rl.metrics.sinks import Sinks
-from hpc_rl.rollout.collect import collect
+from hpc_rl.data.curriculum import Curriculum
+from hpc_rl.data.prompts import PromptSet
+from hpc_rl.evaluate import evaluate
+from hpc_rl.rollout.collect import collect_step
+from hpc_rl.trainer import Trainer
 
 
-class RLTrainer:
+class RLTrainer(Trainer):
     """PPO, GRPO and their kin on this job's ranks.
 
     Under a launcher (torchrun, mpirun, srun, `hpc-rl train`) every rank makes one; without, it is a job of one rank.
@@ -35,31 +40,19 @@ class RLTrainer:
         UserError: what does not fit, before any model is built.
     """
 
-    def __init__(self, config: Config) -> None:
-        registry.validate(config)
-        self.config = config
-        self.job = build(config)
-        self.kl = KLController(config.algorithm)
-        self._synchronize = torch.cuda.synchronize if self.job.parallel.device.type == "cuda" else None
-        self.steps_done = 0
-        self._restore()
-        self.sinks = Sinks.from_config(config, self.steps_done, self.job.parallel.rank)
-        self._sync_weights()
+    job: Job
 
-    def train(self, max_steps: int | None = None) -> dict[str, float]:
-        """Runs to ``config.steps``, or ``max_steps`` more; returns the last step's metrics."""
-        last = self.config.steps if max_steps is None else min(self.config.steps, self.steps_done + max_steps)
-        metrics: dict[str, float] = {}
-        for step in range(self.steps_done + 1, last + 1):
-            metrics = self.step(step)
-            self.sinks.write(step, metrics)
-            self._save(step, is_last=step == last)
-        self.job.checkpointer.wait()
-        return metrics
+    def __init__(self, config: Config) -> None:
+        algorithm(config.algorithm.name)  # an objective without rollouts has a trainer of its own
+        job = build(config)
+        self.kl = KLController(config.algorithm)
+        self.curriculum = Curriculum(job.prompts, config.data)
+        super().__init__(config, job)
+        self._sync_weights()
 
     def step(self, step: int) -> dict[str, float]:
         """One RL step: rollouts, scores, advantages, updates of critic and actor, weights to the sampler."""
-        meter = Meter(self._synchronize)
+        meter = self._meter()
         with meter.phase("rollout"):
             batch, rollout_metrics = self._rollout(step)
         with meter.phase("score"):
@@ -77,17 +70,21 @@ class RLTrainer:
         response_tokens = int(batch["response_mask"].sum())
         return metrics | rollout_metrics | meter.summary(batch.num_tokens, response_tokens)
 
-    def close(self) -> None:
-        """Ends the run's writers and leaves the job."""
-        self.sinks.close()
-        self.job.close()
+    def evaluate(self) -> dict[str, float]:
+        """Samples and scores the held-out prompts; the weights are those that the sampler holds."""
+        job = self.job
+        job.colocation.generate()
+        metrics = evaluate(job.sampler, job.reward, self._held_out, self.config)
+        job.colocation.train()
+        self._sync_weights()  # a sampler that slept has none
+        return metrics
 
     # ---- parts of a step --------------------------------------------------------------------------------------
 
     def _rollout(self, step: int) -> tuple[Batch, dict[str, float]]:
         job = self.job
         job.colocation.generate()
-        return collect(job.sampler, job.reward, job.prompts.next_step(), self.config, step)
+        return collect_step(job.sampler, job.reward, self.curriculum, self.config, step)
 
     def _score(self, batch: Batch) -> Batch:
         """Adds old and reference log-probs and values, as the algorithm needs them."""
@@ -130,43 +127,18 @@ class RLTrainer:
             f"reshard/{name}": float(value) for name, value in metrics.items() if name.startswith(("bytes", "seconds"))
         }
 
+    @cached_property
+    def _held_out(self) -> PromptSet:
+        return PromptSet.from_config(self.config, self.job.tokenizer, self.job.reward.required_fields, evaluation=True)
+
     # ---- resume -----------------------------------------------------------------------------------------------
 
-    def _save(self, step: int, *, is_last: bool) -> None:
-        self.job.checkpointer.poll()
-        every = self.config.checkpoint.every
-        if not is_last and (every == 0 or step % every):
-            return
-        engines = self.job.trained
-        states = {role: engine.state() for role, engine in engines.items()}
-        extra = {
-            "step": step,
-            "prompts": self.job.prompts.state(),
-            "kl": self.kl.state(),
-            "engines": {role: values for role, (_, _, values) in states.items()},
-        }
-        self.job.checkpointer.save(step, {role: (m, t) for role, (m, t, _) in states.items()}, extra, rng.capture())
+    def _small_state(self) -> dict[str, Any]:
+        return {"kl": self.kl.state(), "curriculum": self.curriculum.state()}
 
-    def _restore(self) -> None:
-        path = self.job.resume_from
-        if path is None:
-            return
-        engines = self.job.trained
-        states = {role: engine.state() for role, engine in engines.items()}
-        components = {role: (m, t) for role, (m, t, _) in states.items()}
-        if self.config.resume == "auto":  # a newest one that turns out damaged is passed over
-            loaded = self.job.checkpointer.load_newest(components)
-            assert loaded is not None, f"{path} was there when the run started"
-            _, extra, per_rank = loaded
-        else:
-            extra, per_rank = self.job.checkpointer.load(path, components)
-        for role, engine in engines.items():
-            engine.load_state(extra["engines"][role])
-        self.job.prompts.load_state(extra["prompts"])
-        self.kl.load_state(extra["kl"])
-        self.steps_done = int(extra["step"])
-        if per_rank is not None:
-            rng.restore(per_rank)
+    def _load_small_state(self, state: Mapping[str, Any]) -> None:
+        self.kl.load_state(state["kl"])
+        self.curriculum.load_state(state.get("curriculum", {}))
 
 
 class Means:

@@ -1,8 +1,8 @@
-"""Advantage estimators and policy losses behind one signature each, as the registry lists them."""
+"""Advantage estimators and policy losses behind one signature each, by the names that the registry uses."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -88,3 +88,24 @@ def sapo_loss(x: PolicyInputs, config: AlgorithmConfig) -> TokenLoss:
 
 def reinforce_loss(x: PolicyInputs, config: AlgorithmConfig) -> TokenLoss:
     return losses.reinforce(x)
+
+
+ADVANTAGES: Mapping[str, AdvantageFn] = {
+    "gae": gae,
+    "grpo": group_level(adv.grpo),
+    "dr_grpo": group_level(adv.dr_grpo),
+    "rloo": group_level(adv.rloo),
+    "gpg": group_level(adv.gpg),
+    "opo": opo,
+    "reinforce_plus_plus": reinforce_plus_plus,
+    "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
+    "remax": remax,
+    "reinforce": reinforce,
+}
+POLICY_LOSSES: Mapping[str, PolicyLossFn] = {
+    "ppo_clip": ppo_loss,
+    "gspo": gspo_loss,
+    "cispo": cispo_loss,
+    "sapo": sapo_loss,
+    "reinforce": reinforce_loss,
+}

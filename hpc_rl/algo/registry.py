@@ -1,16 +1,15 @@
-"""Every algorithm by name: one dict of advantage estimator, policy loss, what they ask of the run, published values."""
+"""Every algorithm by name: one dict of advantage estimator, policy loss, what they ask of the run, published values.
+
+Estimators and losses are named here and defined in adapters.py, so that a configuration can be checked without torch.
+"""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from hpc_rl.algo import adapters
-from hpc_rl.algo import advantages as adv
-from hpc_rl.algo.adapters import AdvantageFn, PolicyLossFn
-from hpc_rl.config import Config
 from hpc_rl.errors import UserError
 
 
@@ -19,89 +18,133 @@ class Algorithm:
     """What a name stands for."""
 
     summary: str
-    advantage: AdvantageFn
-    policy_loss: PolicyLossFn
+    advantage: str  # of adapters.ADVANTAGES
+    policy_loss: str  # of adapters.POLICY_LOSSES
     needs_critic: bool = False
     needs_groups: bool = False  # two or more samples per prompt
     needs_greedy: bool = False  # the score of a greedy response to each prompt, as `baseline_scores [B]`
-    refills_equal_groups: bool = False  # dynamic sampling: groups with one outcome are drawn again
     uses_gamma: bool = False
     clips: Literal["none", "ratio", "weight"] = "ratio"  # what clip_low and clip_high bound
     uses_clip_dual: bool = False
     defaults: Mapping[str, Any] = field(default_factory=dict)  # its published values, below the user's
 
 
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """Training on given texts, without rollouts."""
+
+    summary: str
+    loss: str  # of supervised.LOSSES
+    fields: tuple[str, ...]  # of each line of the data: its responses, as they follow each other in a batch
+    role: Literal["actor", "critic"] = "actor"  # what is trained; a critic scores
+    needs_reference: bool = False
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+
 _NO_KL = {"kl_placement": "none"}
 _KL_LOSS = {"kl_placement": "loss", "kl_estimator": "k3"}
-_GRPO = adapters.group_level(adv.grpo)
 
 ALGORITHMS: dict[str, Algorithm] = {
     "ppo": Algorithm(
-        "PPO: critic, GAE, clipped ratio, KL in the reward", adapters.gae, adapters.ppo_loss,
+        "PPO: critic, GAE, clipped ratio, KL in the reward", "gae", "ppo_clip",
         needs_critic=True, uses_gamma=True, uses_clip_dual=True,
     ),
     "grpo": Algorithm(
-        "GRPO: outcome against its group, KL as loss", _GRPO, adapters.ppo_loss,
+        "GRPO: outcome against its group, KL as loss", "grpo", "ppo_clip",
         needs_groups=True, uses_clip_dual=True, defaults={**_KL_LOSS, "aggregation": "seq-mean-token-mean"},
     ),
     "dr_grpo": Algorithm(
-        "Dr.GRPO: no division by std or by length, no KL", adapters.group_level(adv.dr_grpo), adapters.ppo_loss,
+        "Dr.GRPO: no division by std or by length, no KL", "dr_grpo", "ppo_clip",
         needs_groups=True, uses_clip_dual=True, defaults={**_NO_KL, "aggregation": "seq-mean-token-sum-norm"},
     ),
     "rloo": Algorithm(
-        "RLOO: outcome against the others of its group, KL in the reward", adapters.group_level(adv.rloo),
-        adapters.ppo_loss, needs_groups=True, uses_clip_dual=True, defaults={"aggregation": "seq-mean-token-sum"},
+        "RLOO: outcome against the others of its group, KL in the reward", "rloo",
+        "ppo_clip", needs_groups=True, uses_clip_dual=True, defaults={"aggregation": "seq-mean-token-sum"},
     ),
     "reinforce_plus_plus": Algorithm(
-        "REINFORCE++: discounted return, whitened over the step", adapters.reinforce_plus_plus, adapters.ppo_loss,
+        "REINFORCE++: discounted return, whitened over the step", "reinforce_plus_plus", "ppo_clip",
         uses_gamma=True, uses_clip_dual=True,
     ),
     "reinforce_plus_plus_baseline": Algorithm(
-        "REINFORCE++ with the group mean as baseline", adapters.reinforce_plus_plus_baseline, adapters.ppo_loss,
+        "REINFORCE++ with the group mean as baseline", "reinforce_plus_plus_baseline", "ppo_clip",
         needs_groups=True, uses_clip_dual=True, defaults={"kl_placement": "loss", "kl_estimator": "k2"},
     ),
     "remax": Algorithm(
-        "ReMax: return against the greedy response's reward", adapters.remax, adapters.ppo_loss,
+        "ReMax: return against the greedy response's reward", "remax", "ppo_clip",
         needs_greedy=True, uses_clip_dual=True,
     ),
     "opo": Algorithm(
-        "OPO: length-weighted group baseline, no KL", adapters.opo, adapters.ppo_loss,
+        "OPO: length-weighted group baseline, no KL", "opo", "ppo_clip",
         needs_groups=True, uses_clip_dual=True, defaults=_NO_KL,
     ),
     "gpg": Algorithm(
-        "GPG: group baseline, plain policy gradient, no KL", adapters.group_level(adv.gpg), adapters.reinforce_loss,
+        "GPG: group baseline, plain policy gradient, no KL", "gpg", "reinforce",
         needs_groups=True, clips="none", defaults=_NO_KL,
     ),
     "dapo": Algorithm(
-        "DAPO: GRPO with clip-higher, token mean, dynamic sampling, overlong shaping, no KL", _GRPO, adapters.ppo_loss,
-        needs_groups=True, refills_equal_groups=True, uses_clip_dual=True, defaults={**_NO_KL, "clip_high": 0.28},
+        "DAPO: GRPO with clip-higher, token mean, dynamic sampling, overlong shaping, no KL", "grpo", "ppo_clip",
+        needs_groups=True, uses_clip_dual=True, defaults={**_NO_KL, "clip_high": 0.28, "refill_rounds": 4},
     ),
     "gspo": Algorithm(
-        "GSPO: GRPO's advantage, one ratio per sequence, no KL", _GRPO, adapters.gspo_loss, needs_groups=True,
+        "GSPO: GRPO's advantage, one ratio per sequence, no KL", "grpo", "gspo", needs_groups=True,
         defaults={**_NO_KL, "aggregation": "seq-mean-token-mean", "clip_low": 3e-4, "clip_high": 4e-4},
     ),
     "cispo": Algorithm(
-        "CISPO: GRPO's advantage, clipped ratio as a constant weight, no KL", _GRPO, adapters.cispo_loss,
+        "CISPO: GRPO's advantage, clipped ratio as a constant weight, no KL", "grpo", "cispo",
         needs_groups=True, clips="weight", defaults={**_NO_KL, "clip_low": 1.0, "clip_high": 0.28},
     ),
     "sapo": Algorithm(
-        "SAPO: GRPO's advantage, soft gate in place of the clip, no KL", _GRPO, adapters.sapo_loss,
+        "SAPO: GRPO's advantage, soft gate in place of the clip, no KL", "grpo", "sapo",
         needs_groups=True, clips="none", defaults={**_NO_KL, "aggregation": "seq-mean-token-mean"},
     ),
     "reinforce": Algorithm(
-        "REINFORCE: discounted return, no baseline", adapters.reinforce, adapters.reinforce_loss,
+        "REINFORCE: discounted return, no baseline", "reinforce", "reinforce",
         uses_gamma=True, clips="none",
     ),
 }  # fmt: skip
 
 
+OBJECTIVES: dict[str, Objective] = {
+    "sft": Objective("SFT: the likelihood of given responses", "sft", ("response",), defaults=_NO_KL),
+    "dpo": Objective(
+        "DPO: chosen above rejected, against a reference", "dpo", ("chosen", "rejected"),
+        needs_reference=True, defaults=_NO_KL,
+    ),
+    "ipo": Objective(
+        "IPO: as DPO, with a squared loss on token means", "ipo", ("chosen", "rejected"),
+        needs_reference=True, defaults=_NO_KL,
+    ),
+    "reward_model": Objective(
+        "Bradley-Terry reward model", "reward_model", ("chosen", "rejected"), role="critic", defaults=_NO_KL,
+    ),
+}  # fmt: skip
+
+
 def algorithm(name: str) -> Algorithm:
-    """The algorithm called ``name``. Raises UserError with the names that exist."""
+    """The reinforcement-learning algorithm called ``name``. Raises UserError with the names that exist."""
     if name in ALGORITHMS:
         return ALGORITHMS[name]
-    close = difflib.get_close_matches(name.lower().replace("-", "_"), ALGORITHMS, n=1)
+    if name in OBJECTIVES:
+        raise UserError(f"algorithm.name = {name} has no rollouts, which are needed here: set one of {_or(ALGORITHMS)}")
+    raise _unknown(name)
+
+
+def objective(name: str) -> Objective | None:
+    """The objective called ``name``; None if it is an algorithm with rollouts. Raises UserError if it is neither."""
+    if name not in ALGORITHMS and name not in OBJECTIVES:
+        raise _unknown(name)
+    return OBJECTIVES.get(name)
+
+
+def _unknown(name: str) -> UserError:
+    names = [*ALGORITHMS, *OBJECTIVES]
+    close = difflib.get_close_matches(name.lower().replace("-", "_"), names, n=1)
     hint = f"did you mean {close[0]}? " if close else ""
-    raise UserError(f"algorithm.name = {name} is not known: {hint}set one of {', '.join(ALGORITHMS)}")
+    return UserError(f"algorithm.name = {name} is not known: {hint}set one of {_or(names)}")
+
+
+def _or(names: Iterable[str]) -> str:
+    return ", ".join(names)
 
 
 def with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -111,123 +154,7 @@ def with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
     Raises: UserError for an unknown algorithm.
     """
     given = values.get("algorithm") or {}
-    if "name" not in given:
+    if not isinstance(given.get("name"), str):
         return dict(values)
-    return {**values, "algorithm": {**algorithm(str(given["name"])).defaults, **given}}
-
-
-def validate(config: Config) -> None:
-    """Checks the algorithm section against itself and the rest.
-
-    Raises: UserError naming the value, the rule and the fix: the first of all that is wrong.
-    """
-    algo = algorithm(config.algorithm.name)
-    for check in _CHECKS:
-        check(config, algo)
-
-
-def _samples(config: Config, algo: Algorithm) -> None:
-    name, samples = config.algorithm.name, config.rollout.samples_per_prompt
-    if algo.needs_groups and samples < 2:
-        raise UserError(
-            f"rollout.samples_per_prompt = {samples}, but algorithm.name = {name} compares the samples of a prompt: "
-            "set it to 2 or more"
-        )
-
-
-def _critic(config: Config, algo: Algorithm) -> None:
-    name, warmup = config.algorithm.name, config.algorithm.critic_warmup_steps
-    if not algo.needs_critic and config.model.critic_path is not None:
-        raise UserError(
-            f"model.critic_path = {config.model.critic_path}, but algorithm.name = {name} has no critic: unset it"
-        )
-    if not algo.needs_critic and warmup:
-        raise UserError(
-            f"algorithm.critic_warmup_steps = {warmup}, but algorithm.name = {name} has no critic: set it to 0"
-        )
-    if warmup >= config.steps:
-        raise UserError(
-            f"algorithm.critic_warmup_steps = {warmup}, but steps = {config.steps}: the actor would never learn; "
-            "set it below steps"
-        )
-
-
-def _discount(config: Config, algo: Algorithm) -> None:
-    name, gamma = config.algorithm.name, config.algorithm.gamma
-    if not algo.uses_gamma and gamma != 1.0:
-        raise UserError(f"algorithm.gamma = {gamma}, but algorithm.name = {name} does not discount: set it to 1")
-
-
-def _clip(config: Config, algo: Algorithm) -> None:
-    a = config.algorithm
-    if algo.clips == "none":
-        return
-    if a.clip_low == 0 and a.clip_high == 0:
-        raise UserError("algorithm.clip_low = 0 and clip_high = 0 leave the ratio no room: raise one of them")
-    if algo.clips == "ratio" and a.clip_low > a.clip_high:
-        raise UserError(
-            f"algorithm.clip_low = {a.clip_low} is above clip_high = {a.clip_high}, but the upper side must leave at "
-            "least as much room: swap them"
-        )
-    if algo.clips == "ratio" and a.clip_low >= 1:
-        raise UserError(
-            f"algorithm.clip_low = {a.clip_low} lets the ratio fall to {1 - a.clip_low:g}, but a ratio is above 0: set "
-            "it below 1 (it is a distance from 1, not a bound)"
-        )
-
-
-def _clip_dual(config: Config, algo: Algorithm) -> None:
-    name, bound = config.algorithm.name, config.algorithm.clip_dual
-    if bound is not None and not algo.uses_clip_dual:
-        raise UserError(f"algorithm.clip_dual = {bound}, but algorithm.name = {name} has no dual clip: set it to null")
-
-
-def _kl(config: Config, algo: Algorithm) -> None:
-    a = config.algorithm
-    if a.kl_target is not None and a.kl_placement == "none":
-        raise UserError(
-            f"algorithm.kl_target = {a.kl_target}, but kl_placement = none: set kl_placement to reward or loss"
-        )
-    if a.kl_target is not None and a.kl_coef == 0:
-        raise UserError(
-            f"algorithm.kl_target = {a.kl_target}, but kl_coef = 0, which a factor cannot move: set kl_coef above 0"
-        )
-    if a.kl_straight_through and a.kl_placement != "loss":
-        raise UserError(
-            f"algorithm.kl_straight_through = true changes a gradient, but kl_placement = {a.kl_placement} has none: "
-            "set kl_placement to loss"
-        )
-    if config.model.reference_path is not None and a.kl_placement == "none":
-        raise UserError(
-            f"model.reference_path = {config.model.reference_path}, but kl_placement = none does not use a reference: "
-            "unset it, or set kl_placement to reward or loss"
-        )
-
-
-def _lengths(config: Config, algo: Algorithm) -> None:
-    buffer, limit = config.algorithm.overlong_buffer_tokens, config.rollout.max_response_tokens
-    if buffer > limit:
-        raise UserError(
-            f"algorithm.overlong_buffer_tokens = {buffer} is above rollout.max_response_tokens = {limit}: "
-            "set it to a part of it"
-        )
-
-
-def _mismatch(config: Config, algo: Algorithm) -> None:
-    a = config.algorithm
-    if a.correction.startswith("icepop") and a.correction_low >= a.correction_high:
-        raise UserError(
-            f"algorithm.correction_low = {a.correction_low} is not below correction_high = {a.correction_high}: "
-            "swap them"
-        )
-    if a.reject.endswith("k1") and a.reject_low >= a.reject_high:
-        raise UserError(f"algorithm.reject_low = {a.reject_low} is not below reject_high = {a.reject_high}: swap them")
-    if a.correction == "none" and a.correction_normalize:
-        raise UserError(
-            "algorithm.correction_normalize = true, but correction = none has no weights: set correction or unset it"
-        )
-
-
-_CHECKS: tuple[Callable[[Config, Algorithm], None], ...] = (
-    _samples, _critic, _discount, _clip, _clip_dual, _kl, _lengths, _mismatch,
-)  # fmt: skip
+    chosen = objective(given["name"]) or algorithm(given["name"])
+    return {**values, "algorithm": {**chosen.defaults, **given}}

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from hpc_rl.algo.adapters import AdvantageInputs
+from hpc_rl.algo.adapters import ADVANTAGES, POLICY_LOSSES, AdvantageInputs
 from hpc_rl.algo.correction import acceptance_mask, importance_weights, mismatch, mismatch_metrics
 from hpc_rl.algo.kl import kl_estimate
 from hpc_rl.algo.losses import PolicyInputs, loss_weights, value_mse
@@ -46,7 +46,7 @@ def prepare(batch: Batch, config: Config, kl_coef: float) -> tuple[Batch, dict[s
         values=keep(batch["values"].double(), mask) if "values" in batch else None,
         baselines=batch["baseline_scores"].double() if "baseline_scores" in batch else None,
     )  # fmt: skip
-    advantages, returns = algorithm(config.algorithm.name).advantage(inputs, config.algorithm)
+    advantages, returns = ADVANTAGES[algorithm(config.algorithm.name).advantage](inputs, config.algorithm)
     dtype = batch["token_level_scores"].dtype
     prepared = batch.with_tokens(
         token_level_rewards=rewards.to(dtype), advantages=advantages.to(dtype), returns=returns.to(dtype)
@@ -205,7 +205,7 @@ def policy_loss(config: Config, kl_coef: float) -> LossFn:
     Metrics are sums that add over micro-batches and ranks: loss/policy, loss/kl, loss/entropy as they enter the loss;
     entropy, kl_loss, approx_kl (mean old - new log-prob, clamped), ratio, clip_frac, ... as means over response tokens.
     """
-    algo, token_loss = config.algorithm, algorithm(config.algorithm.name).policy_loss
+    algo, token_loss = config.algorithm, POLICY_LOSSES[algorithm(config.algorithm.name).policy_loss]
 
     def loss_fn(outputs: Mapping[str, Tensor], batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
         mask, weights, mean = batch["response_mask"], batch["loss_weights"], batch["value_loss_weights"]

@@ -39,14 +39,18 @@ class Record:
 
 
 def read_records(
-    paths: str | Sequence[str], file_format: Format = "auto", required: Sequence[str] = ()
+    paths: str | Sequence[str],
+    file_format: Format = "auto",
+    required: Sequence[str] = (),
+    needed_by: str = "reward.function",
 ) -> list[Record]:
     """All prompts of ``paths``, in file order.
 
     Args:
         paths: one file or several.
         file_format: ``auto``: by each file's suffix.
-        required: fields that the reward function needs in every record.
+        required: fields that every record must have.
+        needed_by: the key of the configuration that asks for them.
 
     Raises:
         UserError: missing file, bad line (with its number), missing field, prompt_id given twice, no record at all.
@@ -56,7 +60,7 @@ def read_records(
     seen: dict[int, str] = {}
     for file in files:
         for where, values in _read_file(Path(file), file_format):
-            record = _record(where, values, required)
+            record = _record(where, values, required, needed_by)
             if record.prompt_id in seen:
                 raise UserError(
                     f"{where}: prompt_id {record.prompt_id} was used at {seen[record.prompt_id]} already, but must be "
@@ -130,7 +134,7 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, Any]]:
         ) from None
 
 
-def _record(where: str, values: Any, required: Sequence[str]) -> Record:
+def _record(where: str, values: Any, required: Sequence[str], needed_by: str) -> Record:
     if not isinstance(values, dict):
         raise UserError(
             f'{where}: holds a {type(values).__name__}, but must be an object: {{"prompt_id": 1, "text": "..."}}'
@@ -159,8 +163,8 @@ def _record(where: str, values: Any, required: Sequence[str]) -> Record:
     for name in required:
         if fields.get(name) is None:
             raise UserError(
-                f"{where}: the field {name} is missing (fields: {_names(values)}), but reward.function needs it: add "
-                "it, or use another reward function"
+                f"{where}: the field {name} is missing (fields: {_names(values)}), but {needed_by} needs it: add it, "
+                f"or set another {needed_by}"
             )
     return Record(prompt_id, text, messages, fields, where)
 

@@ -185,16 +185,30 @@ class PromptStream:
 
     def next_step(self) -> list[Prompt]:
         """The prompts of the next step, ``prompts_per_step`` of them."""
-        step: list[Prompt] = []
-        while len(step) < self._per_step:
+        return self.draw(self._per_step)
+
+    def draw(self, count: int) -> list[Prompt]:
+        """The next ``count`` prompts."""
+        drawn: list[Prompt] = []
+        while len(drawn) < count:
             if self._cursor.position == len(self._order):
                 self._cursor = _Cursor(self._cursor.epoch + 1, 0)
                 self._order = self._order_of(self._cursor.epoch)
             start = self._cursor.position
-            taken = self._order[start : start + self._per_step - len(step)]
+            taken = self._order[start : start + count - len(drawn)]
             self._cursor.position += len(taken)
-            step += [self._set[index] for index in taken]
-        return step
+            drawn += [self._set[index] for index in taken]
+        return drawn
+
+    @property
+    def num_prompts(self) -> int:
+        """Of the set: those of one epoch."""
+        return len(self._set)
+
+    @property
+    def current_epoch(self) -> int:
+        """The epoch, from 0 on, of the prompt that was handed out last."""
+        return self._cursor.epoch
 
     @property
     def epoch(self) -> int:

@@ -131,9 +131,11 @@ class MegatronEngine:
 
     def _micro_batches(self, batch: Batch) -> list[list[int]]:
         """This DP rank's micro-batches (sequence indices); every rank computes the same plan, of equal counts."""
-        lengths = batch.lengths.tolist()
+        together = 2 if "pair_ids" in batch else 1
+        lengths = batch.lengths.view(-1, together).sum(dim=1).tolist()
         ranks = partition(lengths, self.parallel.layout.dp)
-        return micro_batches(lengths, ranks, self.config.algorithm.micro_batch_tokens)[self.parallel.dp_rank]
+        mine = micro_batches(lengths, ranks, self.config.algorithm.micro_batch_tokens)[self.parallel.dp_rank]
+        return [[unit * together + k for unit in units for k in range(together)] for units in mine]
 
     def _schedule(self, step: Any, batch: Batch, shares: Sequence[Sequence[int]], *, forward_only: bool) -> list[Any]:
         p = self.parallel

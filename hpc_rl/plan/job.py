@@ -97,7 +97,6 @@ def plan_job(config: Config, gpu: Gpu, nodes: int, gpus_per_node: int) -> Planne
     world_size, parallel = nodes * gpus_per_node, config.parallel
     hf_config = read_hf_config(config)
     cross_check(config, world_size, hf_config)
-    registry.validate(config)
     layout = Layout(world_size, tp=parallel.tp, pp=parallel.pp, cp=parallel.cp, ep=parallel.ep)
     actor = ModelSpec.from_hf_config(hf_config)
     needs_critic = registry.algorithm(config.algorithm.name).needs_critic

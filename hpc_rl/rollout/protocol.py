@@ -48,9 +48,16 @@ class RolloutEngine(Protocol):
     """Generates on one replica; every rank of the replica makes the same calls in the same order."""
 
     def generate(
-        self, requests: Sequence[Request], on_finished: Callable[[Sample], None] | None = None
+        self,
+        requests: Sequence[Request],
+        on_finished: Callable[[Sample], None] | None = None,
+        *,
+        temperature: float | None = None,
     ) -> list[Sample]:
-        """All samples, in the order of ``requests``. ``on_finished`` is called as each one ends."""
+        """All samples, in the order of ``requests``. ``on_finished`` is called as each one ends.
+
+        ``temperature``: instead of the configuration's; 0: greedy.
+        """
 
     def shard_map(self) -> tuple[ShardMap, Mapping[str, Tensor]]:
         """The live parameters by canonical HF name, and the local tensors that the map speaks of."""

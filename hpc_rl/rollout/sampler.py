@@ -91,5 +91,5 @@ def samples_to_batch(samples: Sequence[Sample], scores: Sequence[float] | None =
 
 def sort_batch(batch: Batch) -> Batch:
     """The same sequences by (group, sample), such as those that several replicas sampled."""
-    num_samples = int(batch["sample_ids"].max()) + 1 if len(batch) else 1
-    return batch.select(torch.argsort(batch["group_ids"] * num_samples + batch["sample_ids"]))
+    by_sample = torch.argsort(batch["sample_ids"], stable=True)
+    return batch.select(by_sample[torch.argsort(batch["group_ids"][by_sample], stable=True)])

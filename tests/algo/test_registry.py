@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from hpc_rl.algo.registry import ALGORITHMS, algorithm, validate, with_defaults
+from hpc_rl.algo.adapters import ADVANTAGES, POLICY_LOSSES
+from hpc_rl.algo.checks import validate
+from hpc_rl.algo.registry import ALGORITHMS, OBJECTIVES, algorithm, with_defaults
 from hpc_rl.config import AlgorithmConfig, Config, ModelConfig, RolloutConfig
 from hpc_rl.errors import UserError
 
@@ -34,7 +36,8 @@ def test_every_algorithm_of_the_list_is_there() -> None:
     assert set(listed.split()) <= set(ALGORITHMS)
     assert [n for n, a in ALGORITHMS.items() if a.needs_critic] == ["ppo"]
     assert [n for n, a in ALGORITHMS.items() if a.needs_greedy] == ["remax"]
-    assert [n for n, a in ALGORITHMS.items() if a.refills_equal_groups] == ["dapo"]
+    assert [n for n, a in ALGORITHMS.items() if "refill_rounds" in a.defaults] == ["dapo"]
+    assert list(OBJECTIVES) == ["sft", "dpo", "ipo", "reward_model"]
 
 
 def test_defaults_lie_below_the_users_values() -> None:
@@ -42,13 +45,20 @@ def test_defaults_lie_below_the_users_values() -> None:
     filled = with_defaults(values)
     assert filled == {
         "steps": 3,
-        "algorithm": {"name": "dapo", "clip_low": 0.1, "clip_high": 0.28, "kl_placement": "none"},
-    }
+        "algorithm": {
+            "name": "dapo", "clip_low": 0.1, "clip_high": 0.28, "kl_placement": "none", "refill_rounds": 4,
+        },
+    }  # fmt: skip
     assert values["algorithm"] == {"name": "dapo", "clip_low": 0.1}
     assert with_defaults({"algorithm": {"name": "dapo", "clip_high": 0.3}})["algorithm"]["clip_high"] == 0.3
     assert with_defaults({"steps": 3}) == {"steps": 3} and with_defaults({"algorithm": None}) == {"algorithm": None}
     known = {field.name for field in dataclasses.fields(AlgorithmConfig)}
-    assert all(set(a.defaults) <= known for a in ALGORITHMS.values())
+    assert all(set(a.defaults) <= known for a in (*ALGORITHMS.values(), *OBJECTIVES.values()))
+
+
+def test_every_named_estimator_and_loss_is_defined_and_used() -> None:
+    assert {a.advantage for a in ALGORITHMS.values()} == set(ADVANTAGES)
+    assert {a.policy_loss for a in ALGORITHMS.values()} == set(POLICY_LOSSES)
 
 
 @pytest.mark.parametrize(

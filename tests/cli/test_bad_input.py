@@ -72,7 +72,7 @@ def prompts(text: str) -> Callable[[Path], object]:
         (prompts(""), ("p.jsonl", "holds 0 prompts", "add prompts")),
         (lambda p: write_tokenizer(p / "model", eos=None), ("model.path = model", "no eos_token", "set eos_token")),
         (lambda p: write_model(p / "model", vocab_rows=500), ("[500, 16]", "vocab_size", "fetch both again")),
-        (lambda p: write_model(p / "model", vocab_size=200), ("vocab_size is 200", "tokenizer", "belongs to the model")),
+        (lambda p: write_model(p / "model", vocab_size=200), ("vocab_size is 200", "tokenizer", "belongs to")),
         (lambda p: (p / "model" / "config.json").write_text("{"), ("config.json", "JSON", "fetch the model again")),
         (lambda p: (p / "run.yaml").write_text("steps: [1\n"), ("run.yaml", "YAML")),
         (lambda p: (p / "run.yaml").unlink(), ("run.yaml", "no such file")),

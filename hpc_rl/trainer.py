@@ -1,0 +1,140 @@
+"""What every training has in common: it runs steps, hands out their figures, saves, and goes on where it was."""
+
+from __future__ import annotations
+
+import signal
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from hpc_rl import rng
+from hpc_rl.config import Config
+from hpc_rl.data.prompts import PromptStream
+from hpc_rl.engine.megatron import MegatronEngine
+from hpc_rl.fault.signals import StopSignals
+from hpc_rl.metrics.meter import Meter
+from hpc_rl.metrics.sinks import Sinks
+from hpc_rl.parallel.state import ParallelState
+from hpc_rl.storage.checkpoint import Checkpointer
+
+
+class TrainingJob(Protocol):
+    """The parts of a run that a `Trainer` itself needs."""
+
+    parallel: ParallelState
+    prompts: PromptStream
+    checkpointer: Checkpointer
+    resume_from: Path | None
+
+    @property
+    def trained(self) -> dict[str, MegatronEngine]:
+        """Role -> engine, of those that learn."""
+
+    def close(self) -> None: ...
+
+
+class Trainer(ABC):
+    """One run on this job's ranks; every rank runs the same program.
+
+    A subclass says what a step is, how held-out data are scored, and which small values beside weights, optimizers,
+    prompt cursor and generators a resume needs.
+    """
+
+    def __init__(self, config: Config, job: TrainingJob) -> None:
+        self.config = config
+        self.job: TrainingJob = job
+        self._synchronize = torch.cuda.synchronize if job.parallel.device.type == "cuda" else None
+        self.steps_done = 0
+        self.stopped_by: signal.Signals | None = None
+        self._signals = StopSignals()
+        self._restore()
+        self.sinks = Sinks.from_config(config, self.steps_done, job.parallel.rank)
+
+    def train(self, max_steps: int | None = None) -> dict[str, float]:
+        """Runs to ``config.steps``, or ``max_steps`` more; returns the last step's metrics.
+
+        On SIGUSR1 or SIGTERM all ranks end with the step that they are in, saved; ``stopped_by`` says so.
+        """
+        last = self.config.steps if max_steps is None else min(self.config.steps, self.steps_done + max_steps)
+        metrics: dict[str, float] = {}
+        for step in range(self.steps_done + 1, last + 1):
+            metrics = self.step(step)
+            if self._is_due(self.config.eval.every, step, self.config.steps):
+                metrics |= self.evaluate()
+            self.sinks.write(step, metrics)
+            self.job.checkpointer.poll()
+            self.stopped_by = self._signals.agreed(self.job.parallel.device)
+            ends = step == last or self.stopped_by is not None
+            if ends or self._is_due(self.config.checkpoint.every, step, last):
+                self._save(step, metrics)
+            if ends:
+                break
+        self.job.checkpointer.wait()
+        return metrics
+
+    @abstractmethod
+    def step(self, step: int) -> dict[str, float]:
+        """One step; its figures."""
+
+    @abstractmethod
+    def evaluate(self) -> dict[str, float]:
+        """Figures of the held-out data, ``eval/...``."""
+
+    def close(self) -> None:
+        """Ends the run's writers and leaves the job."""
+        self.sinks.close()
+        self.job.close()
+        self._signals.close()
+
+    def _meter(self) -> Meter:
+        return Meter(self._synchronize)
+
+    @staticmethod
+    def _is_due(every: int, step: int, last: int) -> bool:
+        return every > 0 and (step % every == 0 or step == last)
+
+    # ---- resume -----------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _small_state(self) -> dict[str, Any]:
+        """What a subclass wants back at a resume, as small JSON values."""
+
+    @abstractmethod
+    def _load_small_state(self, state: Mapping[str, Any]) -> None:
+        """Takes ``_small_state()`` back."""
+
+    def _save(self, step: int, metrics: Mapping[str, float]) -> None:
+        states = {role: engine.state() for role, engine in self.job.trained.items()}
+        extra = {
+            "step": step,
+            "prompts": self.job.prompts.state(),
+            "engines": {role: values for role, (_, _, values) in states.items()},
+            **self._small_state(),
+        }
+        components = {role: (shard_map, tensors) for role, (shard_map, tensors, _) in states.items()}
+        best = self.config.checkpoint.keep_best
+        judged_by = {best: float(metrics[best])} if best is not None and best in metrics else {}
+        self.job.checkpointer.save(step, components, extra, rng.capture(), judged_by)
+
+    def _restore(self) -> None:
+        path = self.job.resume_from
+        if path is None:
+            return
+        engines = self.job.trained
+        components = {role: engine.state()[:2] for role, engine in engines.items()}
+        if self.config.resume == "auto":
+            loaded = self.job.checkpointer.load_newest(components)
+            assert loaded is not None, f"{path} was there when the run started"
+            _, extra, per_rank = loaded
+        else:
+            extra, per_rank = self.job.checkpointer.load(path, components)
+        for role, engine in engines.items():
+            engine.load_state(extra["engines"][role])
+        self.job.prompts.load_state(extra["prompts"])
+        self._load_small_state(extra)
+        self.steps_done = int(extra["step"])
+        if per_rank is not None:
+            rng.restore(per_rank)
