@@ -70,7 +70,7 @@ class Checkpointer:
     def prepare(
         self, components: Components, per_rank: Mapping[str, bytes | np.ndarray[Any, Any]] | None = None
     ) -> None:
-        """Does ahead what only the first save needs: the plan, the writer process, the host buffer's first touch."""
+        """Does ahead what only the first save needs: plan, writer process, first touch of the host buffer."""
         self._plan(holding({name: m for name, (m, _) in components.items()}), len(pack(per_rank or {})))
         assert self._whole is not None
         spool = self._spool = self._spool or Spool()
