@@ -17,6 +17,7 @@ from hpc_rl.config import Config
 from hpc_rl.config_load import load_config
 from hpc_rl.errors import RunError, UserError
 from hpc_rl.run_dir import find_run_checkpoint, set_aside
+from hpc_rl.storage.lock import RunLock
 from launch.env import detect, finish, job_id
 from launch.local import run_local
 from launch.spec import check_placement
@@ -42,7 +43,9 @@ def run_train(path: Path, overrides: Sequence[str]) -> int:
     if not launched or info.rank == 0:
         preflight(config, info.world_size if launched else config.launch.nproc)
     if not launched and config.launch.nproc > 1:
-        if line := set_aside(config):
+        with RunLock(config.run.dir, job_id()):  # a run of another job in there is not moved, but told
+            line = set_aside(config)
+        if line is not None:
             print(line, flush=True)
         argv = [sys.executable, "-m", "hpc_rl.cli", "train", str(path), *overrides]
         return run_local(

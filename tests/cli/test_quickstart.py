@@ -14,6 +14,7 @@ import h5py
 import numpy as np
 import pytest
 
+from hpc_rl.run_dir import OTHERS, RESULTS
 from tests.cli.command import QUICKSTART, hpc_rl
 
 pytestmark = pytest.mark.xdist_group("cli-quickstart")
@@ -73,9 +74,8 @@ def test_what_it_prints(first: subprocess.CompletedProcess[str]) -> None:
 
 def test_the_run_directory(first: subprocess.CompletedProcess[str], place: Path) -> None:
     run = place / "run"
-    assert {path.name for path in run.iterdir()} == {
-        "config.yaml", "metrics.jsonl", "checkpoints", "rollouts", "logs", "model",
-    }  # fmt: skip
+    parts = {"config.yaml", "metrics.jsonl", "checkpoints", "rollouts", "logs", "model"}
+    assert {path.name for path in run.iterdir()} >= parts
     assert {path.name for path in (run / "checkpoints").iterdir()} >= {"checkpoint_4_complete", "checkpoint_8_complete"}
     assert len(list((run / "rollouts").glob("step_*/rank_*.h5"))) == 2 * STEPS
     assert (run / "logs/rank_1.log").read_text() == ""
@@ -119,7 +119,7 @@ def test_a_second_run_sets_the_first_aside(resumed: subprocess.CompletedProcess[
     assert done.stdout.splitlines()[0].startswith("Set aside: the run that was in killed is now in killed/previous-1")
     old = place / "killed/previous-1"
     assert (old / "metrics.jsonl").read_text() == before
-    assert {path.name for path in old.iterdir()} == {path.name for path in (place / "run").iterdir()}
+    assert {path.name for path in old.iterdir()} == {*RESULTS, *OTHERS, "config.yaml", "logs"} - {"failure.json"}
     assert (old / "checkpoints/checkpoint_8_complete/manifest.json").is_file()
     assert [values["step"] for values in metrics(place / "killed")] == [1]
     assert [path.name for path in (place / "killed/rollouts").iterdir()] == ["step_000001"]

@@ -97,12 +97,16 @@ def cluster() -> Iterator[Cluster]:
     env |= {"SLURM_CONF": f"{state}/s/etc/slurm.conf", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     env |= mpi_env()
     here = Cluster(env, state / "s")
+    # Reads until this process ends, however it does: daemons must not outlive a killed test run.
+    down = 'read -r _; bash "$0" down; rm -rf "$1"'
+    guard = subprocess.Popen(
+        ["bash", "-c", down, SCRIPT, state], env=env, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True
+    )
     try:
         here.control("up", "4")
         yield here
     finally:
-        subprocess.run(["bash", str(SCRIPT), "down"], env=env, check=False, capture_output=True, timeout=60)
-        shutil.rmtree(state, ignore_errors=True)
+        guard.communicate(b"down\n", timeout=60)
 
 
 def mpi_env() -> dict[str, str]:

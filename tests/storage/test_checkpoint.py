@@ -69,6 +69,17 @@ def test_the_state_may_change_as_soon_as_save_returns(tmp_path: Path) -> None:
         assert assert_loads(one, 1) == {"a": [1, None, "x"]}
 
 
+def test_prepare_leaves_only_the_copy_to_the_first_save(tmp_path: Path) -> None:
+    with checkpointer(tmp_path) as one:
+        one.prepare(state(1), {"rng": b"12345"})
+        assert one._spool is not None
+        buffer, whole = one._spool.buffer.tensor, one._whole
+        one.save(1, state(1), {}, {"rng": b"54321"})
+        assert one._spool.buffer.tensor is buffer and one._whole is whole
+        one.wait()
+        assert_loads(one, 1)
+
+
 def test_with_overlap_it_may_change_after_the_fence(tmp_path: Path) -> None:
     with checkpointer(tmp_path, Slow()) as one:
         saved = state(1)
