@@ -86,8 +86,8 @@ def test_logits_are_what_the_head_allocates(dtype: str) -> None:
     for hidden, vocab in ((64, 2048), (1024, 512)):  # where the logits of a chunk weigh most, and where the weight does
         job = job_of(config_of({**NARROW, "hidden_size": hidden, "vocab_size": vocab}, dtype=dtype))
         forward, backward = head_peaks(6144, hidden, vocab, getattr(torch, dtype))
-        assert forward == pytest.approx(head_forward_bytes(job.actor, cut_of(job), 6144), rel=0.02)
-        assert backward == pytest.approx(head_bytes(job.actor, cut_of(job), 6144), rel=0.02)
+        assert forward == pytest.approx(head_forward_bytes(job.model, cut_of(job), 6144), rel=0.02)
+        assert backward == pytest.approx(head_bytes(job.model, cut_of(job), 6144), rel=0.02)
 
 
 H200 = {  # (tp, tokens of a micro-batch, GB that an earlier engine had left behind): peak in GB that torch reported
@@ -110,7 +110,7 @@ def test_activations_of_an_h200(case: tuple[int, int, float]) -> None:
                        rollout={"samples_per_prompt": 2}, tp=tp)  # fmt: skip
     job = job_of(config, tp, gpu="h200")
     held_gb = static_bytes(job, "actor", 0).total / GB
-    saved, beside = training_bytes(job.actor, cut_of(job), stage_of(job, job.actor, 0), tokens, 1)
+    saved, beside = training_bytes(job.model, cut_of(job), stage_of(job, job.model, 0), tokens, 1)
     repeated = 28 * tokens * 2 * (12 - 3 * 2) * 128 / tp  # 4 q instead of 3 q + 3 k, 12 and 2 heads of 128
     assert held_gb == pytest.approx(18 * 1.411e9 / tp / GB, rel=0.001)
     peak_gb = H200[case] - left_gb
@@ -122,10 +122,10 @@ def test_activations_of_an_h200(case: tuple[int, int, float]) -> None:
 
 def test_constants_are_the_engines() -> None:
     from hpc_rl.engine import head
-    from hpc_rl.rollout import vllm_compat
+    from hpc_rl.rollout import vllm_cpu
 
     assert head.CHUNK_TOKENS == CHUNK_TOKENS
-    assert vllm_compat.CPU_KV_CACHE_BYTES == CPU_KV_CACHE_BYTES
+    assert vllm_cpu.MAX_KV_CACHE_BYTES == CPU_KV_CACHE_BYTES
 
 
 @pytest.mark.parametrize(("case", "dtype"), [("one", "bfloat16"), ("dp2", "float32"), ("tp2pp2", "bfloat16")])
@@ -202,4 +202,6 @@ def test_vllm_on_the_cpu() -> None:
     job = job_of(config_of(SMALL))
     generation = generation_memory(job)
     assert generation.kv_cache == CPU_KV_CACHE_BYTES
+    few = job_of(config_of(SMALL, rollout={"max_num_seqs": 4}))
+    assert generation_memory(few).kv_cache == 4 * 128 * generation.kv_bytes_per_token  # blocks of 128 tokens
     assert generation.kv_bytes_per_token == 2 * 8 * 4 * 64 * 4

@@ -58,7 +58,7 @@ def test_layout_of_70b_on_16_nodes(config_70b: Config) -> None:
 def test_every_parameter_is_somewhere_once_per_replica(config_70b: Config) -> None:
     job = job_70b(config_70b)
     weights = sum(static_bytes(job, "actor", stage).weights for stage in range(4)) * 8
-    assert weights == pytest.approx(2 * job.actor.num_params, rel=1e-3)  # norms and vocabulary padding are more
+    assert weights == pytest.approx(2 * job.model.num_params, rel=1e-3)  # norms and vocabulary padding are more
 
 
 @pytest.mark.parametrize(("ranks", "rows"), [(16, 4), (128, 2)])
@@ -129,7 +129,7 @@ def test_reshard_brings_every_rank_what_it_lacks(ranks: int, nodes: int, tp: int
     plan, report = reshard_plan(job), reshard_report(job)
     received = plan.received_bytes()
     for rank in range(ranks):
-        shard = vllm_shard_map(job.actor, generation_tp, rank % generation_tp, "bfloat16")
+        shard = vllm_shard_map(job.model, generation_tp, rank % generation_tp, "bfloat16")
         target = 2 * (sum(local_numels(shard).values()) - sum(shard.padding.values()))
         assert received[rank] + sum(link.nbytes for link in plan.local[rank]) == target
     moved = report["inside_nodes_gb"] + report["between_nodes_gb"]
@@ -218,13 +218,13 @@ def test_host_memory_of_off_load() -> None:
     parts = host_bytes_per_node(job)
     static = sum(static_bytes(job, role, 0).total for role in job.roles)
     assert parts["off-loaded training state"] == 2 * static
-    assert parts["vLLM weights asleep"] == pytest.approx(2 * 2 * job.actor.num_params, rel=0.01)
+    assert parts["vLLM weights asleep"] == pytest.approx(2 * 2 * job.model.num_params, rel=0.01)
     assert host_bytes_per_node(job_of(config_of(QWEN2_1B), 2, gpu="h200")) == {}
 
 
 def test_estimate_counts_arithmetic_of_a_forward_pass() -> None:
     job = job_of(config_of(QWEN2_1B, dtype="bfloat16"), gpu="h200")
-    spec, n = job.actor, 1000
+    spec, n = job.model, 1000
     layer = 2 * (2 * 1536 * 1536 + 2 * 256 * 1536 + 3 * 1536 * 8960)
     scores = 2 * n * 12 * 128  # q k and p v: 4 c h / 2, half of it masked
     assert forward_flops(spec, n, n) == pytest.approx(n * (28 * (layer + scores) + 2 * 1536 * 32768), rel=1e-3)
@@ -283,8 +283,7 @@ def test_larger_models_of_other_roles_are_counted(tmp_path: Any) -> None:
     config = config_of(QWEN2_1B, dtype="bfloat16")
     config = replace(config, model=replace(config.model, critic_path=str(tmp_path)))
     job = job_of(config, gpu="h200")
-    assert job.critic is not None
-    assert job.critic.num_layers == 14
+    assert job.trained["critic"].num_layers == 14
     assert static_bytes(job, "critic", 0).weights < 0.6 * static_bytes(job, "actor", 0).weights
 
 
