@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_rl.algo.registry import validate
+from hpc_rl.algo.checks import validate
 from hpc_rl.config_load import load_config
 from hpc_rl.plan.report import plan
 
