@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 from collections.abc import Callable
@@ -109,7 +110,7 @@ def convert(
 
 @app.command(epilog="Example: hpc-rl bench reshard --quick --json")
 def bench(
-    name: Annotated[str, typer.Argument(help="reshard, checkpoint, learning or step")],
+    name: Annotated[str, typer.Argument(help="reshard, checkpoint, step or two_gpus")],
     quick: Annotated[bool, typer.Option(help="smaller sizes, under a minute")] = False,
     as_json: Json = False,
 ) -> None:
@@ -167,6 +168,7 @@ def _print(report: dict[str, Any], as_json: bool) -> None:
 
 def main(argv: list[str] | None = None, command: Callable[..., Any] = app) -> None:
     """Entry point: a user's error is one line and exit code 2, a stopped run one line and exit code 1."""
+    logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # a CPU machine has no Triton: no news
     try:
         command(argv) if argv is not None else command()
     except UserError as error:

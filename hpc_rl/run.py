@@ -45,6 +45,7 @@ def run_train(path: Path, overrides: Sequence[str]) -> int:
     if not launched or info.rank == 0:
         preflight(config, info.world_size if launched else config.launch.nproc)
     if not launched and config.launch.nproc > 1:
+        check_local_ranks(config.launch.nproc)
         with RunLock(config.run.dir, job_id()):  # a run of another job in there is not moved, but told
             line = set_aside(config)
         if line is not None:
@@ -59,8 +60,23 @@ def run_train(path: Path, overrides: Sequence[str]) -> int:
     return train_here(config)
 
 
+RANKS_PER_CORE = 8  # beyond it a machine only swaps; tests run 8 ranks on 2 cores
+
+
+def check_local_ranks(nproc: int) -> None:
+    """Refuses to start more ranks here than this machine can run. Raises UserError."""
+    limit = RANKS_PER_CORE * (os.cpu_count() or 1)
+    if nproc > limit:
+        raise UserError(
+            f"launch.nproc = {nproc}, but this machine has {os.cpu_count()} cores and runs at most {limit} ranks: set "
+            "launch.nproc lower, or start the job with mpirun or srun over several nodes"
+        )
+
+
 def train_here(config: Config) -> int:
     """Trains on this rank; returns the exit code."""
+    if config.launch.device == "cpu":  # a GPU that must not be used must not be seen: Megatron would take it
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     import_heavy()
     trainer = make_trainer(config)
     signal.signal(signal.SIGINT, interrupted)

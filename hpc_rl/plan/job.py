@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 from hpc_rl.algo import registry
 from hpc_rl.config import Config
-from hpc_rl.config_check import cross_check, read_hf_config, read_hf_config_file
+from hpc_rl.config_check import cross_check, read_hf_config
 from hpc_rl.errors import UserError
 from hpc_rl.parallel.layout import Layout
 from hpc_rl.plan.hardware import Gpu
+from hpc_rl.plan.published import model_config, published_name
 from hpc_rl.tensors.canonical import ModelSpec
 from hpc_rl.tensors.dtypes import ITEM_BYTES
 from hpc_rl.tensors.megatron_map import check_megatron_layout, padded_vocab_size
@@ -82,6 +83,13 @@ class PlannedJob:
         return 1 if self.goal else min(self.config.algorithm.mini_batches, self.num_sequences)
 
     @property
+    def assumed(self) -> dict[str, str]:
+        """Key -> published model whose sizes were taken, because the directory is not there."""
+        paths = {f"model.{key}": getattr(self.config.model, key) for key in ("path", "critic_path", "reference_path")}
+        names = {key: published_name(path) for key, path in paths.items() if path is not None}
+        return {key: name for key, name in names.items() if name is not None}
+
+    @property
     def epochs(self) -> int:
         """Passes over a step's sequences."""
         return 1 if self.goal else self.config.algorithm.epochs
@@ -127,7 +135,8 @@ def plan_job(config: Config, gpu: Gpu, nodes: int, gpus_per_node: int) -> Planne
         if value < 1:
             raise UserError(f"{option} = {value}: must be at least 1")
     world_size, parallel = nodes * gpus_per_node, config.parallel
-    hf_config = read_hf_config(config)
+    path = config.model.path
+    hf_config = read_hf_config(config) if path is None else model_config("model.path", path)
     cross_check(config, world_size, hf_config)
     layout = Layout(world_size, tp=parallel.tp, pp=parallel.pp, cp=parallel.cp, ep=parallel.ep)
     model, goal = ModelSpec.from_hf_config(hf_config), registry.objective(config.algorithm.name)
@@ -153,7 +162,7 @@ def _other(config: Config, model: ModelSpec, role: str) -> ModelSpec:
     path = getattr(config.model, key)
     if path is None or path == config.model.path:
         return model
-    return ModelSpec.from_hf_config(read_hf_config_file(f"model.{key}", path))
+    return ModelSpec.from_hf_config(model_config(f"model.{key}", path))
 
 
 def _check_model(spec: ModelSpec, layout: Layout) -> None:

@@ -45,7 +45,10 @@ def plan(
 
 def report_of(job: PlannedJob) -> Report:
     """The report of a job."""
-    warnings = placement_warnings(job) + schedule_warnings(job)
+    warnings = [
+        f"{key} is not there: planned with the sizes of the published {name}" for key, name in job.assumed.items()
+    ]
+    warnings += placement_warnings(job) + schedule_warnings(job)
     result, reshard = memory(job), reshard_report(job) if job.has_rollouts else None
     limit = result.limit_bytes
     report: Report = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,10 +19,12 @@ from hpc_rl.plan.hardware import GB, GPUS, find_gpu
 from hpc_rl.plan.job import PlannedJob, plan_job
 from hpc_rl.plan.memory import host_bytes_per_node, memory
 from hpc_rl.plan.placement import layout_report, placement_warnings, table_rows
+from hpc_rl.plan.published import model_config
 from hpc_rl.plan.report import report_of
 from hpc_rl.plan.resharding import reshard_plan, reshard_report
 from hpc_rl.plan.schedule import bubble, micro_batch_count, schedule_report, schedule_warnings
 from hpc_rl.plan.static import local_numels, static_bytes
+from hpc_rl.tensors.canonical import ModelSpec
 from hpc_rl.tensors.vllm_map import vllm_shard_map
 from tests.plan.jobs import QWEN2_1B, SMALL, config_of, job_of, write_70b
 
@@ -269,11 +272,49 @@ def test_what_a_run_refuses_the_plan_refuses(case: str) -> None:
         job_of(config_of(QWEN2_1B, dtype="bfloat16", **values), ranks, gpu="h100")
 
 
+@pytest.mark.parametrize(
+    ("name", "roles", "sequences", "phases"),
+    [
+        ("sft", ["actor"], 64, ["actor update"]),
+        ("dpo", ["actor", "reference"], 128, ["scoring", "actor update"]),
+        ("reward_model", ["critic"], 128, ["critic update"]),
+    ],
+)
+def test_objectives_without_rollouts(name: str, roles: list[str], sequences: int, phases: list[str]) -> None:
+    config = config_of(QWEN2_1B, dtype="bfloat16", prompts=64, algorithm=name)
+    config = replace(config, algorithm=replace(config.algorithm, kl_placement="none"))
+    job = job_of(config, 2, gpu="h100")
+    report = report_of(job)
+    assert list(report["phases"]) == phases
+    assert list(job.roles) == roles
+    assert report["micro_batches"]["sequences_per_step"] == sequences
+    assert report["micro_batches"]["optimizer_steps_per_step"] == 1
+    assert not any("vLLM" in part for phase in report["phases"].values() for part in phase["parts_gb"])
+    assert report["reshard"] is None
+    assert report["generation"] is None
+    small = replace(job, gpu=replace(job.gpu, memory_gb=18.0))
+    assert {row["change"].split("=")[0] for row in report_of(small)["changes"]} <= {
+        "algorithm.micro_batch_tokens", "parallel.recompute", "parallel.tp", "parallel.pp",
+    }  # fmt: skip
+
+
 def test_experts_are_refused() -> None:
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 512}
     hf = {**QWEN2_1B, "model_type": "qwen3_moe", **experts}
     with pytest.raises(UserError, match="has experts"):
         job_of(config_of(hf, dtype="bfloat16"), gpu="h100")
+
+
+def test_published_sizes_stand_in_for_a_directory_that_is_not_there(tmp_path: Path) -> None:
+    for name, billions in (("Meta-Llama-3.1-70B-Instruct", 70.55), ("Qwen2.5-32B", 32.76), ("Qwen3-8B-Base", 8.19),
+                           ("smollm2", 0.1345)):  # fmt: skip
+        spec = ModelSpec.from_hf_config(model_config("model.path", str(tmp_path / name)))
+        assert spec.num_params == pytest.approx(billions * 1e9, rel=1e-3), name
+    with pytest.raises(UserError, match="is not there"):
+        model_config("model.path", str(tmp_path / "Llama-3.1-70B-Mine"))
+    (tmp_path / "Qwen3-8B").mkdir()
+    with pytest.raises(UserError, match=r"has no config\.json"):  # a directory that is there is read
+        model_config("model.path", str(tmp_path / "Qwen3-8B"))
 
 
 def test_larger_models_of_other_roles_are_counted(tmp_path: Any) -> None:

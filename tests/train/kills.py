@@ -60,7 +60,7 @@ def run_and_die(config: Config, phase: str, step: int, victim: int) -> None:
     elif phase == "actor":
         job.actor.train_batch = deadly(job.actor.train_batch, 2)  # type: ignore[method-assign]
     elif phase == "reshard":
-        job.resharder.sync = deadly(job.resharder.sync)  # type: ignore[method-assign]
+        job.resharder.sync = deadly(job.resharder.sync, 2)  # type: ignore[method-assign]
     else:  # the save is in flight: the call after it has begun
         job.checkpointer.poll = deadly(job.checkpointer.poll)  # type: ignore[method-assign]
     trainer.train()
