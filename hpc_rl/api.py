@@ -13,6 +13,9 @@
 
     reward = RewardModel("hpc_rl.reward.functions:exact_match")       # or a callable, or a directory
     reward.score("12+34=", "46", {"answer": "46"})                    # 1.0
+
+Several models may be open at once, also beside an `RLTrainer` of the same process, which must then be made first and
+closed last.
 """
 
 from __future__ import annotations
