@@ -21,7 +21,6 @@ from hpc_rl.parallel.collectives import gather_objects
 from hpc_rl.tensors.canonical import VALUE_HEAD, ModelSpec
 from hpc_rl.tensors.shardmap import view
 from tests.engine.layouts import fill
-from tests.engine.reference import Truth
 
 AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 VOCAB = 50
