@@ -31,7 +31,7 @@ BLOCK = 32 << 20
 HIDDEN, FFN = 1024, 2816
 
 
-def make_state(nbytes: int) -> tuple[ShardMap, dict[str, Tensor]]:
+def make_state(nbytes: int, device: str = "cpu") -> tuple[ShardMap, dict[str, Tensor]]:
     """Parameters in bfloat16 and three float32 optimizer tensors each, of a transformer of about ``nbytes``."""
     shapes = {f"{n}.weight": (HIDDEN, HIDDEN) for n in "qkvo"} | {f"{n}.weight": (FFN, HIDDEN) for n in ("gate", "up")}
     shapes |= {"down.weight": (HIDDEN, FFN), "norm.weight": (HIDDEN,)}
@@ -39,9 +39,11 @@ def make_state(nbytes: int) -> tuple[ShardMap, dict[str, Tensor]]:
     tensors: dict[str, Tensor] = {}
     for layer in range(max(1, round(nbytes / per_layer))):
         for name, shape in shapes.items():
-            tensors[f"param/layers.{layer}.{name}"] = torch.full(shape, layer + 0.5, dtype=torch.bfloat16)
+            tensors[f"param/layers.{layer}.{name}"] = torch.full(
+                shape, layer + 0.5, dtype=torch.bfloat16, device=device
+            )
             for kind in ("main", "exp_avg", "exp_avg_sq"):
-                tensors[f"{kind}/layers.{layer}.{name}"] = torch.full(shape, layer + 0.25)
+                tensors[f"{kind}/layers.{layer}.{name}"] = torch.full(shape, layer + 0.25, device=device)
     specs = {n: TensorSpec(tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in tensors.items()}
     return ShardMap(specs, tuple(whole_piece(n, tuple(t.shape), n) for n, t in tensors.items())), tensors
 
@@ -104,11 +106,11 @@ def memory_bytes(*pids: int) -> int:
 
 
 class Contest:
-    """All measurements on one state in one directory."""
+    """All measurements on one state in one directory. Ratios are taken within a round and their median reported."""
 
-    def __init__(self, root: Path, nbytes: int) -> None:
-        self.root = root
-        self.shard_map, self.tensors = make_state(nbytes)
+    def __init__(self, root: Path, nbytes: int, device: str = "cpu") -> None:
+        self.root, self.device = root, device
+        self.shard_map, self.tensors = make_state(nbytes, device)
         self.nbytes = sum(t.nbytes for t in self.tensors.values())
         self.disk = Disk(root / "raw", self.nbytes)
         self.base_bytes = memory_bytes(os.getpid())
@@ -120,8 +122,9 @@ class Contest:
     def components(self) -> dict[str, tuple[ShardMap, dict[str, Tensor]]]:
         return {"actor": (self.shard_map, self.tensors)}
 
-    def add(self, name: str, value: float) -> None:
+    def add(self, name: str, value: float) -> float:
         self.rows.setdefault(name, []).append(value)
+        return value
 
     def median(self, name: str) -> float:
         return statistics.median(self.rows[name])
@@ -131,24 +134,31 @@ class Contest:
         self.saver.save(self.step, self.components, {}, overlap=overlap)
 
     def warm_up(self) -> None:
-        """The first save also starts the writer and touches the host buffer for the first time."""
+        """The first save also starts the writer, touches the host buffer for the first time and builds the index."""
         self.add("first_save_s", seconds(lambda: (self.save(), self.saver.wait())))
         assert self.saver._spool is not None
         used = memory_bytes(os.getpid(), self.saver._spool.process.pid)
         self.add("extra_memory_fraction", (used - self.base_bytes) / self.nbytes)
 
-    def round(self) -> None:
-        """Raw, save and load, next to each other."""
-        self.add("raw_write", self.disk.write())
+    def save_round(self) -> None:
+        """A save between two raw writes."""
+        before = self.disk.write()
         start = time.perf_counter()
         self.save()
         self.add("stall_s", time.perf_counter() - start)
         self.saver.wait()
-        self.add("save_s", time.perf_counter() - start)
-        self.add("raw_read", self.disk.read())
+        save = self.nbytes / self.add("save_s", time.perf_counter() - start)
+        raw = self.add("raw_write", (before + self.disk.write()) / 2)
+        self.add("save_fraction", save / raw)
+        self.add("stall_fraction", self.rows["stall_s"][-1] / self.rows["save_s"][-1])
+
+    def load_round(self) -> None:
+        """A load between two raw reads."""
         path = self.saver.latest()
         assert path is not None
-        self.add("load_s", seconds(lambda: self.saver.load(path, self.components)))
+        before = self.disk.read()
+        load = self.nbytes / self.add("load_s", seconds(lambda: self.saver.load(path, self.components)))
+        self.add("load_fraction", load / self.add("raw_read", (before + self.disk.read()) / 2))
 
     def overlapped(self, busy_s: float) -> None:
         """The wall time that a save costs a step whose next phase (here: matrix products) only reads the state."""
@@ -159,17 +169,21 @@ class Contest:
                 a @ a
 
         count = max(1, int(64 * busy_s / seconds(lambda: phase(64))))
-        alone = seconds(lambda: phase(count))
+        before = seconds(lambda: phase(count))
         with_save = seconds(lambda: (self.save(overlap=True), phase(count), self.saver.fence()))
         self.saver.wait()
+        alone = (before + seconds(lambda: phase(count))) / 2
         self.add("overlapped_stall_s", max(0.0, with_save - alone))
 
     def others(self) -> None:
-        """torch.save and torch.distributed.checkpoint."""
+        """torch.save and torch.distributed.checkpoint, each next to a save."""
         path = self.root / "other"
-        self.add("torch_save_s", seconds(lambda: torch_save(self.tensors, path)))
+        ours = seconds(lambda: (self.save(), self.saver.wait()))
+        theirs = self.add("torch_save_s", seconds(lambda: torch_save(self.tensors, path)))
+        self.add("speedup_over_torch_save", theirs / ours)
         path.unlink()
-        self.add("dcp_save_s", seconds(lambda: dcp_save(self.tensors, path)))
+        theirs = self.add("dcp_save_s", seconds(lambda: dcp_save(self.tensors, path)))
+        self.add("speedup_over_dcp", theirs / ours)
         shutil.rmtree(path)
 
     def digest_cost(self) -> None:
@@ -178,6 +192,17 @@ class Contest:
         buffer = memoryview(self.saver._spool.buffer.tensor.numpy())
         blocks = range(0, self.nbytes, BLOCK)
         self.add("digest_s", seconds(lambda: [digest(buffer[i : i + BLOCK]) for i in blocks]))
+
+    def pinned_copy(self) -> None:
+        """One plain copy of as many bytes from the GPU to page-locked memory, next to a save's stall."""
+        source = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
+        target = torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=True)
+        for _ in range(3):
+            torch.cuda.synchronize()
+            plain = seconds(lambda: (target.copy_(source, non_blocking=True), torch.cuda.synchronize()))
+            stall = seconds(self.save)
+            self.saver.wait()
+            self.add("gpu_stall_over_pinned_copy", stall / plain)
 
 
 def run(quick: bool = False, directory: Path | None = None) -> dict[str, Any]:
@@ -190,46 +215,62 @@ def run(quick: bool = False, directory: Path | None = None) -> dict[str, Any]:
     try:
         contest = Contest(root, (1 << 30) if quick else (5 << 29))
         contest.warm_up()
-        for i in range(3 if quick else 5):
-            contest.round()
+        for i in range(5):
+            contest.save_round()
+            contest.load_round()
             contest.overlapped(0.5)
             if i < (1 if quick else 3):
                 contest.others()
         contest.digest_cost()
         contest.saver.close()
+        bars, table = report(contest, measure_index())
+        if torch.cuda.is_available():
+            on_gpu = Contest(root / "gpu", (1 << 30) if quick else (16 << 30), "cuda")
+            on_gpu.warm_up()
+            on_gpu.pinned_copy()
+            on_gpu.saver.close()
+            value = on_gpu.median("gpu_stall_over_pinned_copy")
+            bars.append(("gpu_stall_over_pinned_copy", value, "x", 1.2, "lower"))
     finally:
         shutil.rmtree(root)
-    return report(contest, measure_index())
+    return {
+        "bars": [dict(zip(("name", "value", "unit", "goal", "better"), bar, strict=True)) for bar in bars],
+        "table": [dict(zip(("what", "value", "unit"), row, strict=True)) for row in table],
+    }
 
 
-def report(contest: Contest, index: dict[str, float]) -> dict[str, Any]:
-    """Bars and table."""
+Bar = tuple[str, float, str, float, str]
+Row = tuple[str, float, str]
+
+
+def report(contest: Contest, index: dict[str, float]) -> tuple[list[Bar], list[Row]]:
+    """Bars (name, value, unit, goal, better) and table (what, value, unit)."""
     size, of = contest.nbytes, contest.median
-    save, load, raw_write, raw_read = size / of("save_s"), size / of("load_s"), of("raw_write"), of("raw_read")
-    bars = [
-        ("save_fraction_of_disk", save / raw_write, "fraction", 0.85, "higher"),
-        ("load_fraction_of_disk", load / raw_read, "fraction", 0.85, "higher"),
-        ("save_speedup_over_torch_save", of("torch_save_s") / of("save_s"), "x", 2.0, "higher"),
-        ("save_speedup_over_dcp", of("dcp_save_s") / of("save_s"), "x", 1.5, "higher"),
+    bars: list[Bar] = [
+        ("save_fraction_of_disk", of("save_fraction"), "fraction", 0.85, "higher"),
+        ("load_fraction_of_disk", of("load_fraction"), "fraction", 0.85, "higher"),
+        ("save_speedup_over_torch_save", of("speedup_over_torch_save"), "x", 2.0, "higher"),
+        ("save_speedup_over_dcp", of("speedup_over_dcp"), "x", 1.5, "higher"),
         ("async_stall_fraction", of("overlapped_stall_s") / of("save_s"), "fraction", 0.10, "lower"),
     ]
-    table = [
-        ("state", size / 1e9, "GB"), ("raw write", raw_write / 1e9, "GB/s"), ("save", save / 1e9, "GB/s"),
-        ("raw read", raw_read / 1e9, "GB/s"), ("load, digests checked", load / 1e9, "GB/s"),
-        ("torch.save", size / of("torch_save_s") / 1e9, "GB/s"), ("torch DCP", size / of("dcp_save_s") / 1e9, "GB/s"),
+    table: list[Row] = [
+        ("state", size / 1e9, "GB"),
+        ("raw write", of("raw_write") / 1e9, "GB/s"),
+        ("save", size / of("save_s") / 1e9, "GB/s"),
+        ("raw read", of("raw_read") / 1e9, "GB/s"),
+        ("load, digests checked", size / of("load_s") / 1e9, "GB/s"),
+        ("torch.save", size / of("torch_save_s") / 1e9, "GB/s"),
+        ("torch DCP", size / of("dcp_save_s") / 1e9, "GB/s"),
         ("first save (buffer touched, writer started)", of("first_save_s"), "s"),
         ("stall, copy before the next phase", of("stall_s"), "s"),
-        ("stall, copy during a phase that reads only", of("overlapped_stall_s"), "s"),
-        ("stall of the blocking copy / save", of("stall_s") / of("save_s"), "fraction"),
+        ("stall, copy before the next phase / save", of("stall_fraction"), "fraction"),
+        ("stall, copy during a phase that only reads", of("overlapped_stall_s"), "s"),
         ("digest / write", of("digest_s") / of("save_s"), "fraction"),
         ("extra host memory / state", of("extra_memory_fraction"), "fraction"),
-        ("70B on 512 ranks: plan", index["plan_s"], "s"), ("70B on 512 ranks: build index.h5", index["build_s"], "s"),
+        ("70B on 512 ranks: plan", index["plan_s"], "s"),
+        ("70B on 512 ranks: build index.h5", index["build_s"], "s"),
         ("70B on 512 ranks: open index.h5", index["open_s"], "s"),
         ("70B on 512 ranks: index.h5", index["bytes"] / 1e6, "MB"),
         ("70B on 512 ranks: most loaded rank / mean", index["imbalance"], "x"),
-    ]  # fmt: skip
-    keys = ("name", "value", "unit", "goal", "better")
-    return {
-        "bars": [dict(zip(keys, bar, strict=True)) for bar in bars],
-        "table": [{"what": what, "value": value, "unit": unit} for what, value, unit in table],
-    }
+    ]
+    return bars, table

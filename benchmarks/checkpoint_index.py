@@ -107,7 +107,7 @@ def measure() -> dict[str, float]:
     begin = time.perf_counter()
     image = index.build(made.specs, members, reports, ["00" * 16] * len(members), 0)
     built = time.perf_counter()
-    table = index.read(io.BytesIO(image))
+    table = index.read(io.BytesIO(image), index.digests(members, reports))
     opened = time.perf_counter()
     with h5py.File(io.BytesIO(image), "r") as file:
         shape = file["actor/exp_avg/model.layers.79.mlp.down_proj.weight"].shape

@@ -29,7 +29,7 @@ from hpc_rl.data.prompts import PromptSet
 from hpc_rl.errors import UserError
 from hpc_rl.model_engine import LoadedModel, Model, Text, check_list, configured
 from hpc_rl.reshard.connect import connect
-from hpc_rl.reward.score import RewardFunction
+from hpc_rl.reward.score import RewardFunction, check_signature
 from hpc_rl.rollout.protocol import Prompt, Request, Sample
 from hpc_rl.rollout.sampler import request_seed
 from hpc_rl.rollout.vllm import VLLMEngine
@@ -222,6 +222,7 @@ class RewardModel:
         self._critic: CriticModel | None = None
         self._function: RewardFunction | None = None
         if callable(source):
+            check_signature(getattr(source, "__name__", repr(source)), source, kwargs)
             self._function = RewardFunction(source, kwargs)
         elif isinstance(source, str) and ":" in source and not Path(source).exists():
             self._function = RewardFunction.from_config(

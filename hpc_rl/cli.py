@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 from collections.abc import Callable
@@ -61,13 +62,18 @@ def inspect(
     path: Annotated[Path, typer.Argument(help="a checkpoint, a shard file, a rollouts directory or a run")],
     verify: Annotated[bool, typer.Option(help="read everything and compare digests")] = False,
     diff: Annotated[Path | None, typer.Option(help="compare with this checkpoint")] = None,
+    tensors: Annotated[bool, typer.Option("--tensors", help="list every tensor (--json always does)")] = False,
     as_json: Json = False,
 ) -> None:
     """Show what a checkpoint, shard or rollout file holds."""
     from hpc_rl.storage.inspect import diff_paths, inspect_path
 
     report = diff_paths(path, diff) if diff is not None else inspect_path(path, verify=verify)
+    if report.get("kind") == "checkpoint" and not (tensors or as_json):
+        report = {name: value for name, value in report.items() if name != "tensors"}
     _print(report, as_json)
+    if (verify and "damaged: " in json.dumps(report, default=str)) or report.get("verified") is False:
+        raise typer.Exit(1)
 
 
 @app.command(epilog="Example: hpc-rl export runs/default --hf exported/")
@@ -86,9 +92,25 @@ def export(
     _print(export_checkpoint(source, hf, role=role, dtype=dtype, model=model), as_json)
 
 
+@app.command(epilog="Example: hpc-rl convert path/to/hf_model --to hpc_rl --out runs/imported")
+def convert(
+    source: Annotated[Path, typer.Argument(help="a run or checkpoint, an HF directory, or a torch DCP directory")],
+    to: Annotated[str, typer.Option("--to", help="hf or dcp (from a checkpoint), hpc_rl (from the others)")],
+    out: Annotated[Path, typer.Option("--out", help="directory to make")],
+    role: Annotated[str, typer.Option(help="actor or critic")] = "actor",
+    model: Annotated[Path | None, typer.Option(help="HF directory of config.json and tokenizer, for DCP")] = None,
+    as_json: Json = False,
+) -> None:
+    """Carry parameters between this checkpoint format, Hugging Face and torch.distributed.checkpoint."""
+    quiet()
+    from hpc_rl.convert import convert as convert_parameters
+
+    _print(convert_parameters(source, out, to, role=role, model=model), as_json)
+
+
 @app.command(epilog="Example: hpc-rl bench reshard --quick --json")
 def bench(
-    name: Annotated[str, typer.Argument(help="reshard, checkpoint, learning or step")],
+    name: Annotated[str, typer.Argument(help="reshard, checkpoint, step or two_gpus")],
     quick: Annotated[bool, typer.Option(help="smaller sizes, under a minute")] = False,
     as_json: Json = False,
 ) -> None:
@@ -146,6 +168,7 @@ def _print(report: dict[str, Any], as_json: bool) -> None:
 
 def main(argv: list[str] | None = None, command: Callable[..., Any] = app) -> None:
     """Entry point: a user's error is one line and exit code 2, a stopped run one line and exit code 1."""
+    logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # a CPU machine has no Triton: no news
     try:
         command(argv) if argv is not None else command()
     except UserError as error:

@@ -202,7 +202,7 @@ class Config:
     """One run. Every leaf can be set in the YAML file or as ``section.key=value`` on the command line."""
 
     steps: int = Field(100, ge=1, description="training steps")
-    seed: int = Field(0, ge=0, description="of everything random in the run")
+    seed: int = Field(0, ge=0, le=2**40, description="of everything random in the run")
     resume: str = Field("none", description="none, auto (newest whole checkpoint of run.dir, if any), or a checkpoint directory")
     run: RunConfig = section(RunConfig)
     model: ModelConfig = section(ModelConfig)

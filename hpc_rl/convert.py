@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -26,19 +26,22 @@ Format = Literal["hpc_rl", "hf", "dcp"]
 
 
 def convert(
-    source: str | Path, out: str | Path, to: Format, *, role: str = "actor", model: str | Path | None = None
+    source: str | Path, out: str | Path, to: str, *, role: str = "actor", model: str | Path | None = None
 ) -> dict[str, Any]:
     """Writes the parameters of ``source`` in another format; all of them are in memory at a time.
 
     Args:
         source: a checkpoint or run directory of this system, an HF directory with safetensors, or a DCP directory.
         out: directory to make. ``hpc_rl``: a run directory with one checkpoint (step 0), without optimizer.
+        to: ``hpc_rl``, ``hf`` or ``dcp``.
         role: ``actor`` or ``critic``.
         model: HF directory with config.json and tokenizer: needed from DCP, which holds neither.
 
     Returns: what was written. Raises: UserError for what does not fit, before anything is written.
     """
     source, out = Path(source), Path(out)
+    if to not in get_args(Format):
+        raise UserError(f"--to {to}: must be one of {', '.join(get_args(Format))}")
     if out.exists():
         raise UserError(f"{out} exists: choose another directory, or remove it")
     kind = format_of(source)

@@ -24,11 +24,9 @@ def check_resume(config: Config, hf_config: Mapping[str, Any]) -> None:
     path = _checkpoint(config)
     if path is None:
         return
-    import io
+    from hpc_rl.storage import access, manifest  # h5py: only a run that resumes needs it
 
-    from hpc_rl.storage import index  # h5py: only a run that resumes needs it
-
-    stored = index.read(io.BytesIO((path / "index.h5").read_bytes()), path / "index.h5").specs
+    stored = access.load_index(path, manifest.read(path)).specs
     embedding = stored.get(f"actor/param/{EMBEDDING}")
     expected = (hf_config["vocab_size"], hf_config["hidden_size"])
     if embedding is not None and tuple(embedding.shape) != expected:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import atexit
 import gc
+import os
+import signal
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,7 +18,8 @@ from hpc_rl.config import Config
 from hpc_rl.config_load import load_config
 from hpc_rl.errors import RunError, UserError
 from hpc_rl.run_dir import find_run_checkpoint, set_aside
-from launch.env import detect, finish
+from hpc_rl.storage.lock import RunLock
+from launch.env import detect, finish, job_id
 from launch.local import run_local
 from launch.spec import check_placement
 
@@ -40,7 +44,10 @@ def run_train(path: Path, overrides: Sequence[str]) -> int:
     if not launched or info.rank == 0:
         preflight(config, info.world_size if launched else config.launch.nproc)
     if not launched and config.launch.nproc > 1:
-        if line := set_aside(config):
+        check_local_ranks(config.launch.nproc)
+        with RunLock(config.run.dir, job_id()):  # a run of another job in there is not moved, but told
+            line = set_aside(config)
+        if line is not None:
             print(line, flush=True)
         argv = [sys.executable, "-m", "hpc_rl.cli", "train", str(path), *overrides]
         return run_local(
@@ -52,8 +59,23 @@ def run_train(path: Path, overrides: Sequence[str]) -> int:
     return train_here(config)
 
 
+RANKS_PER_CORE = 8  # beyond it a machine only swaps; tests run 8 ranks on 2 cores
+
+
+def check_local_ranks(nproc: int) -> None:
+    """Refuses to start more ranks here than this machine can run. Raises UserError."""
+    limit = RANKS_PER_CORE * (os.cpu_count() or 1)
+    if nproc > limit:
+        raise UserError(
+            f"launch.nproc = {nproc}, but this machine has {os.cpu_count()} cores and runs at most {limit} ranks: set "
+            "launch.nproc lower, or start the job with mpirun or srun over several nodes"
+        )
+
+
 def train_here(config: Config) -> int:
     """Trains on this rank; returns the exit code."""
+    if config.launch.device == "cpu":  # a GPU that must not be used must not be seen: Megatron would take it
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     import_heavy()
     trainer = make_trainer(config)
     try:
@@ -66,10 +88,31 @@ def train_here(config: Config) -> int:
         raise
     trainer.close()
     info = detect()
-    if info.rank == 0:
+    code = 0
+    if trainer.stopped_by is not None:
+        code = stopped(config, trainer.steps_done, trainer.stopped_by, info.rank)
+    elif info.rank == 0:
         print(closing_words(config, trainer.steps_done), flush=True)
     finish(info)
-    return 0
+    return code
+
+
+TRY_AGAIN = 75  # exit code of a run that stopped before its end and can go on (EX_TEMPFAIL)
+
+
+def stopped(config: Config, step: int, by: signal.Signals, rank: int) -> int:
+    """Says where a run stopped; in a Slurm job that was told of its time limit, puts the job back into the queue.
+
+    Returns: the exit code: 0 if the job goes on by itself, else `TRY_AGAIN`, or 143 after SIGTERM.
+    """
+    requeue = job_id() if by is signal.SIGUSR1 else None
+    if rank == 0:
+        print(f"Stopped by {by.name} after step {step} of {config.steps}, saved: resume=auto goes on", flush=True)
+        if requeue is not None:
+            subprocess.run(["scontrol", "requeue", requeue], check=True)
+    if requeue is not None:
+        return 0
+    return 128 + signal.SIGTERM if by is signal.SIGTERM else TRY_AGAIN
 
 
 def make_trainer(config: Config) -> Trainer:

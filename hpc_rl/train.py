@@ -10,15 +10,8 @@ import torch
 from torch import Tensor
 
 from hpc_rl.algo.kl import KLController
-from hpc_rl.algo.registry import algorithm
-from hpc_rl.algo.step import (
-    mini_batches,
-    needs_old_log_probs,
-    policy_loss,
-    prepare,
-    sampled_metrics,
-    value_loss,
-)
+from hpc_rl.algo.registry import algorithm, needs_old_log_probs
+from hpc_rl.algo.step import mini_batches, policy_loss, prepare, sampled_metrics, value_loss
 from hpc_rl.batch import Batch
 from hpc_rl.build import Job, build
 from hpc_rl.config import Config

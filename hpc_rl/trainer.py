@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +14,7 @@ from hpc_rl import rng
 from hpc_rl.config import Config
 from hpc_rl.data.prompts import PromptStream
 from hpc_rl.engine.megatron import MegatronEngine
+from hpc_rl.fault.signals import StopSignals
 from hpc_rl.metrics.meter import Meter
 from hpc_rl.metrics.sinks import Sinks
 from hpc_rl.parallel.state import ParallelState
@@ -46,11 +48,16 @@ class Trainer(ABC):
         self.job: TrainingJob = job
         self._synchronize = torch.cuda.synchronize if job.parallel.device.type == "cuda" else None
         self.steps_done = 0
+        self.stopped_by: signal.Signals | None = None
+        self._signals = StopSignals()
         self._restore()
         self.sinks = Sinks.from_config(config, self.steps_done, job.parallel.rank)
 
     def train(self, max_steps: int | None = None) -> dict[str, float]:
-        """Runs to ``config.steps``, or ``max_steps`` more; returns the last step's metrics."""
+        """Runs to ``config.steps``, or ``max_steps`` more; returns the last step's metrics.
+
+        On SIGUSR1 or SIGTERM all ranks end with the step that they are in, saved; ``stopped_by`` says so.
+        """
         last = self.config.steps if max_steps is None else min(self.config.steps, self.steps_done + max_steps)
         metrics: dict[str, float] = {}
         for step in range(self.steps_done + 1, last + 1):
@@ -59,8 +66,12 @@ class Trainer(ABC):
                 metrics |= self.evaluate()
             self.sinks.write(step, metrics)
             self.job.checkpointer.poll()
-            if step == last or self._is_due(self.config.checkpoint.every, step, last):
+            self.stopped_by = self._signals.agreed(self.job.parallel.device)
+            ends = step == last or self.stopped_by is not None
+            if ends or self._is_due(self.config.checkpoint.every, step, last):
                 self._save(step, metrics)
+            if ends:
+                break
         self.job.checkpointer.wait()
         return metrics
 
@@ -76,6 +87,7 @@ class Trainer(ABC):
         """Ends the run's writers and leaves the job."""
         self.sinks.close()
         self.job.close()
+        self._signals.close()
 
     def _meter(self) -> Meter:
         return Meter(self._synchronize)

@@ -56,9 +56,14 @@ make_venv() { # PYTHON: a new venv, unless .venv belongs to this place and this 
 explain() { # why pip failed, in one line
     if grep -qE 'No space left' "$LOG"; then
         die "the disk is full ($(df -Pm . | awk 'NR == 2 {print $4}') MB free): make room and run this again"
-    elif grep -qE 'NewConnectionError|Temporary failure in name|Network is unreachable|ReadTimeout|ConnectTimeout|Max retries|ProxyError' "$LOG"
+    elif grep -qE 'NewConnectionError|Temporary failure in name|Network is unreachable|Timeout|Max retries|ProxyError' "$LOG"
     then die "no package index could be reached (full log: $LOG): check the network, or point pip at a mirror" \
         "(PIP_INDEX_URL) or at a folder of wheels (PIP_FIND_LINKS), and run this again"
+    fi
+    if grep -q 'from versions: none' "$LOG"; then
+        grep -E '^ERROR: Could not find' "$LOG" >&2
+        die "no build of it for $(uname -sm) and $("$VENV/bin/python" -V) was found: use Linux on x86-64, or check the package" \
+            "index that pip uses ($VENV/bin/python -m pip config list)"
     fi
     if grep -q 'Python.h: No such file' "$LOG"; then die "a package had to be compiled: apt-get install gcc python3-dev"; fi
     grep -E '^ *(ERROR|error):' "$LOG" | tail -n 3 >&2 || tail -n 5 "$LOG" >&2

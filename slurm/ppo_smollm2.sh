@@ -1,11 +1,11 @@
 #!/bin/bash
-# PPO of SmolLM2-135M on two CPU ranks of one node: a trial of a cluster without its GPUs.
+# PPO of SmolLM2-135M on two CPU cores of one node: a trial of a cluster without its GPUs.
 #   sbatch slurm/ppo_smollm2.sh [key=value ...]
 # Submit from the checkout. Options of sbatch win over the lines below, key=value over the configuration.
 #SBATCH --job-name=ppo_smollm2
 #SBATCH --nodes=1
-#SBATCH --ntasks-per-node=2
-#SBATCH --cpus-per-task=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --cpus-per-task=2
 #SBATCH --mem-per-cpu=4000
 #SBATCH --time=01:00:00
 #SBATCH --signal=USR1@120

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from hpc_rl.config import Config
 from hpc_rl.errors import UserError
 
 
@@ -134,6 +135,18 @@ def objective(name: str) -> Objective | None:
     if name not in ALGORITHMS and name not in OBJECTIVES:
         raise _unknown(name)
     return OBJECTIVES.get(name)
+
+
+def needs_old_log_probs(config: Config) -> bool:
+    """Whether the trainer must score the rollouts before it learns from them.
+
+    With one optimizer step per RL step the policy that learns is still the one that sampled: its own log-probs, taken
+    in the training pass, are the old ones, and a whole forward pass is saved. A penalty in the reward, a correction or
+    a rejection must know them before.
+    """
+    algo = config.algorithm
+    several = algo.epochs * algo.mini_batches > 1
+    return several or algo.kl_placement == "reward" or algo.correction != "none" or algo.reject != "none"
 
 
 def _unknown(name: str) -> UserError:

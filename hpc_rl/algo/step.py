@@ -12,7 +12,7 @@ from hpc_rl.algo.correction import acceptance_mask, importance_weights, mismatch
 from hpc_rl.algo.kl import kl_estimate
 from hpc_rl.algo.losses import PolicyInputs, loss_weights, value_mse
 from hpc_rl.algo.masked import keep, masked_mean, masked_var, segment_count, segment_sum, spread
-from hpc_rl.algo.registry import algorithm
+from hpc_rl.algo.registry import algorithm, needs_old_log_probs
 from hpc_rl.algo.shaping import informative, last_response_token, overlong_penalty
 from hpc_rl.batch import Batch
 from hpc_rl.config import Config
@@ -57,18 +57,6 @@ def prepare(batch: Batch, config: Config, kl_coef: float) -> tuple[Batch, dict[s
         return prepared, metrics
     prepared, correction_metrics = _correct(prepared, config)
     return prepared, metrics | correction_metrics
-
-
-def needs_old_log_probs(config: Config) -> bool:
-    """Whether the trainer must score the rollouts before it learns from them.
-
-    With one optimizer step per RL step the policy that learns is still the one that sampled: its own log-probs, taken
-    in the training pass, are the old ones, and a whole forward pass is saved. A penalty in the reward, a correction or
-    a rejection must know them before.
-    """
-    algo = config.algorithm
-    several = algo.epochs * algo.mini_batches > 1
-    return several or algo.kl_placement == "reward" or algo.correction != "none" or algo.reject != "none"
 
 
 def sampled_metrics(batch: Batch, log_probs: Tensor, config: Config) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -234,7 +235,8 @@ class MegatronEngine:
 
     def close(self) -> None:
         """Frees the model; the engine is not usable afterwards."""
-        del self._model, self.module, self.optimizer
+        del self._model, self.module, self.optimizer, self._host_copy
+        gc.collect()  # Megatron's buffers and hooks hold each other in cycles
 
 
 def _finalize_gradients(model: list[Any], num_tokens: Tensor | None = None, **kwargs: Any) -> None:

@@ -64,10 +64,11 @@ def cut_of(job: PlannedJob) -> Cut:
 def layer_bytes(spec: ModelSpec, cut: Cut) -> float:
     """Saved by one layer without recomputation, per token.
 
-    Fused and varlen, with h hidden (/ tp under sequence parallelism), q = heads * head_dim / tp, f = ffn / tp, b bytes
-    an element: ``b (4 h + 4 q + 3 f) + 4 (heads / tp) + 8``: inputs of the two norms and of the two linear layers
-    behind them; q, k, v (k and v repeated for each query head), attention's output, its log-sum-exp; the two halves
-    before SwiGLU and its result. A norm on the CPU keeps its input and result in float32 instead.
+    Fused and varlen, with h hidden (/ tp under sequence parallelism), q = heads * head_dim / tp, k = kv_heads *
+    head_dim / tp, f = ffn / tp, b bytes an element: ``b (4 h + 3 q + 3 k + 3 f) + 4 heads / tp + 8``: inputs of the two
+    norms and of the two linear layers behind them; rotated queries and keys, the fused projection that the values are a
+    part of, attention's output and log-sum-exp; the two halves before SwiGLU and its result. A norm on the CPU keeps
+    its input and result in float32 instead.
     """
     b, hidden = cut.item_bytes, spec.hidden_size / cut.shards
     inner = spec.intermediate_size / cut.tp
@@ -85,11 +86,17 @@ def _widths(spec: ModelSpec, cut: Cut) -> tuple[float, float, float]:
 
 def _attention(spec: ModelSpec, cut: Cut) -> float:
     b, (heads, query, key) = cut.item_bytes, _widths(spec, cut)
-    if cut.varlen:  # without grouped queries v is a part of the fused projection, which then stays whole
-        return b * query * (6 if spec.num_heads == spec.num_kv_heads else 4) + 4 * heads
+    if cut.varlen:
+        return b * (2 * query + key + _fused_qkv(spec, cut)) + 4 * heads
     if cut.fused:  # float32 on a GPU: SDPA keeps the whole attention matrix of each padded row
         return b * (5 * query + heads * cut.longest)
     return b * (3 * query + 2 * key) + 4 * heads
+
+
+def _fused_qkv(spec: ModelSpec, cut: Cut) -> float:
+    """Width of the fused projection; all of it on every rank where there are more ranks than key heads."""
+    whole = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+    return whole if spec.num_kv_heads < cut.tp else whole / cut.tp
 
 
 def _qk_norm(spec: ModelSpec, cut: Cut) -> float:
@@ -98,7 +105,7 @@ def _qk_norm(spec: ModelSpec, cut: Cut) -> float:
     b, (heads, query, key) = cut.item_bytes, _widths(spec, cut)
     rstd = 4 * (heads + key / spec.head_dim)
     if cut.fused:  # the queries' copy, and the fused projection that the keys are a part of
-        return b * (2 * query + 2 * key) + rstd
+        return b * (query + (0 if cut.varlen else _fused_qkv(spec, cut))) + rstd
     return (4 + 4) * (query + key) + (b * 2 * key if b == 4 else 0) + rstd
 
 
@@ -113,6 +120,12 @@ def saved_bytes(spec: ModelSpec, cut: Cut, stage: Stage, tokens: int) -> float:
     else:
         total += b * hidden  # the output that is sent on
     return total * tokens
+
+
+def head_forward_bytes(spec: ModelSpec, cut: Cut, tokens: int) -> float:
+    """Alive in the forward pass of the actor's head: ``12 c v``, and the product before it becomes float32."""
+    b, rows = cut.item_bytes, padded_vocab_size(spec.vocab_size, cut.tp) / cut.tp
+    return (12.0 + (b if b < 4 else 0)) * min(CHUNK_TOKENS, tokens) * rows
 
 
 def head_bytes(spec: ModelSpec, cut: Cut, tokens: int) -> float:
@@ -159,6 +172,5 @@ def forward_bytes(spec: ModelSpec, cut: Cut, stage: Stage, tokens: int) -> float
     layer = b * tokens * (3 * hidden / cut.shards + hidden + widest)
     if not stage.is_last or spec.role == "critic":
         return layer + gather_bytes(spec, cut, tokens)
-    rows = padded_vocab_size(spec.vocab_size, cut.tp) / cut.tp
-    head = (12 + b) * min(CHUNK_TOKENS, tokens) * rows + 2 * b * tokens * hidden
+    head = head_forward_bytes(spec, cut, tokens) + 2 * b * tokens * hidden
     return max(layer, head) + gather_bytes(spec, cut, tokens)

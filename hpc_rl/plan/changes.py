@@ -33,7 +33,7 @@ def suggest(job: PlannedJob) -> list[dict[str, Any]]:
     together = list(_together(settings))
     rows = list(found.values()) or _first(_try(job, change) for change in together)
     rows += _first(_try(job, change) for change in _grids(job))
-    return rows or _first(_thorough(job, [(), *together[-_NUM_SHARES:]]))
+    return rows or _first(_thorough(job, [(), *together[-_NUM_SHARES - 1 :]]))
 
 
 def _first(rows: Iterable[dict[str, Any] | None]) -> list[dict[str, Any]]:
@@ -71,18 +71,16 @@ def _try(job: PlannedJob, change: Change, nodes: int | None = None) -> dict[str,
 def _settings(job: PlannedJob) -> Iterator[str]:
     """Changes of one key that cost little first."""
     config = job.config
+    if not job.has_rollouts:
+        yield from _training_settings(job)
+        return
     if config.rollout.sleep_level == 0:
         yield "rollout.sleep_level=2"
     if config.reshard.snapshot == "gpu":
         yield "reshard.snapshot=host"
     if not config.parallel.offload:
         yield "parallel.offload=true"
-    budget = config.algorithm.micro_batch_tokens
-    while budget > job.longest:
-        budget = max(job.longest, budget // 2)
-        yield f"algorithm.micro_batch_tokens={budget}"
-    if config.parallel.recompute == "none":
-        yield "parallel.recompute=full"
+    yield from _training_settings(job)
     if config.rollout.kv_cache_bytes is not None:
         for part in (2, 4, 8):
             yield f"rollout.kv_cache_bytes={config.rollout.kv_cache_bytes // part}"
@@ -92,6 +90,16 @@ def _settings(job: PlannedJob) -> Iterator[str]:
     for tp in (2, 4, 8):
         if tp > job.generation_tp and job.gpus_per_node % tp == 0:
             yield f"rollout.tp={tp}"
+
+
+def _training_settings(job: PlannedJob) -> Iterator[str]:
+    """Those that concern training."""
+    budget = job.config.algorithm.micro_batch_tokens
+    while budget > job.longest:
+        budget = max(job.longest, budget // 2)
+        yield f"algorithm.micro_batch_tokens={budget}"
+    if job.config.parallel.recompute == "none":
+        yield "parallel.recompute=full"
 
 
 def _together(settings: list[str]) -> Iterator[Change]:
@@ -114,7 +122,7 @@ def _grids(job: PlannedJob) -> Iterator[Change]:
             continue
         change = [f"parallel.tp={tp}"] if tp != layout.tp else []
         change += [f"parallel.pp={pp}"] if pp != layout.pp else []
-        if tp != layout.tp and rollout.tp is None:  # what follows parallel.tp otherwise
+        if tp != layout.tp and rollout.tp is None and job.has_rollouts:  # what follows parallel.tp otherwise
             change.append(f"rollout.tp={job.generation_tp}")
         yield tuple(change)
 

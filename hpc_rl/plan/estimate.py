@@ -1,23 +1,23 @@
 """Seconds of a step by phase: estimates from rooflines, for longest sequences. Not measurements.
 
 A phase takes what the slowest of its resources needs: arithmetic at a share of the data sheet's peak, bytes at a share
-of its bandwidths. The shares are those of one H200 with a 1.4 B model (44% of peak in training, 50% forward; decoding
-60% of the memory's bandwidth, and 2 ms + 25 us a sequence of host time per token) and, for links, 60%.
+of its bandwidths. The shares are those of H200s with a 1.4 B model (benchmarks/results): 49% of peak in training and in
+scoring, 3 ms and 10.5 us a sequence of host time for each step of vLLM, 40% of a link. Decoding at 60% of the memory's
+bandwidth is assumed.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from hpc_rl.algo.step import needs_old_log_probs
 from hpc_rl.plan.generation import Generation
 from hpc_rl.plan.job import PlannedJob
 from hpc_rl.plan.schedule import bubble, micro_batch_count
 from hpc_rl.plan.static import static_bytes
 from hpc_rl.tensors.canonical import ModelSpec
 
-TRAIN_SHARE, FORWARD_SHARE, MEMORY_SHARE, LINK_SHARE = 0.44, 0.50, 0.60, 0.60
-STEP_S, STEP_S_PER_SEQUENCE = 2e-3, 25e-6  # host time of one vLLM step
+TRAIN_SHARE, FORWARD_SHARE, MEMORY_SHARE, LINK_SHARE = 0.49, 0.49, 0.60, 0.40
+STEP_S, STEP_S_PER_SEQUENCE = 3e-3, 10.5e-6  # host time of one vLLM step
 ALL_REDUCE_S = 20e-6  # latency of a small all-reduce inside a node
 
 
@@ -31,17 +31,17 @@ def estimate(job: PlannedJob, generation: Generation, reshard_seconds: float) ->
     """Seconds by phase, and tokens a second and GPU; None where the GPU's rates are not known."""
     if job.gpu.bf16_tflops is None or job.gpu.network_gb_s is None:
         return None
-    algorithm = job.config.algorithm
     tokens = job.num_sequences * job.longest
-    seconds = {"generation": _generation_s(job, generation)}
-    scored = [spec for role, spec in job.roles.items() if role != "actor" or needs_old_log_probs(job.config)]
-    seconds["scoring"] = sum(_pass_s(job, spec, 1.0, FORWARD_SHARE) for spec in scored)
+    seconds = {"generation": _generation_s(job, generation)} if job.has_rollouts else {}
+    if job.scored:
+        seconds["scoring"] = sum(_pass_s(job, spec, 1.0, FORWARD_SHARE) for spec in job.scored.values())
     factor = 4.0 if job.config.parallel.recompute == "full" else 3.0
     for role, spec in job.trained.items():
-        optimizer = _optimizer_s(job, role) * algorithm.mini_batches
-        seconds[f"{role} update"] = algorithm.epochs * (_pass_s(job, spec, factor, TRAIN_SHARE) + optimizer)
-    seconds["reshard"] = reshard_seconds / LINK_SHARE
-    if job.config.parallel.offload:
+        optimizer = _optimizer_s(job, role) * job.mini_batches
+        seconds[f"{role} update"] = job.epochs * (_pass_s(job, spec, factor, TRAIN_SHARE) + optimizer)
+    if job.has_rollouts:
+        seconds["reshard"] = reshard_seconds / LINK_SHARE
+    if job.config.parallel.offload and job.has_rollouts:
         held = max(sum(static_bytes(job, role, s).total for role in job.roles) for s in range(job.layout.pp))
         seconds["off-load and back"] = 2 * held / ((job.gpu.host_gb_s or 25) * 1e9)
     total = sum(seconds.values())
@@ -79,9 +79,9 @@ def _optimizer_s(job: PlannedJob, role: str) -> float:
 
 def _generation_s(job: PlannedJob, generation: Generation) -> float:
     """Prefill, then one step per token for as many sequences at once as max_num_seqs and the KV cache allow."""
-    gpu, spec, tp, rollout = job.gpu, job.actor, job.generation_tp, job.config.rollout
+    gpu, spec, tp, rollout = job.gpu, job.model, job.generation_tp, job.config.rollout
     assert gpu.bf16_tflops is not None and gpu.memory_gb_s is not None
-    sequences = -(-job.num_sequences // job.num_replicas)
+    sequences = -(-job.generated_sequences // job.num_replicas)
     at_once = max(1, min(rollout.max_num_seqs, sequences, generation.kv_tokens // job.longest))
     prompt, response = job.config.data.max_prompt_tokens, rollout.max_response_tokens
     peak = gpu.bf16_tflops * 1e12 * FORWARD_SHARE * tp

@@ -9,7 +9,8 @@ from hpc_rl.plan.job import PlannedJob
 from hpc_rl.plan.static import local_numels
 from hpc_rl.tensors.vllm_map import vllm_shard_map
 
-CPU_KV_CACHE_BYTES = 256 << 20  # rollout/vllm_compat.py's
+CPU_KV_CACHE_BYTES = 256 << 20  # at most, where no size is asked for: rollout/vllm_cpu.py's
+CPU_BLOCK_TOKENS = 128  # vLLM's block on the CPU
 RESIDUE_BYTES, EAGER_RESIDUE_BYTES = 1.0 * GB, 0.4 * GB  # CUDA graphs and buffers, also there while vLLM sleeps
 
 
@@ -34,16 +35,20 @@ class Generation:
 
 
 def generation_memory(job: PlannedJob) -> Generation:
-    """What vLLM takes on a rank of ``job``.
+    """What vLLM takes on a rank of ``job``; nothing where there are no rollouts.
 
     With ``rollout.kv_cache_bytes`` null the KV cache is what is left of ``gpu_memory_utilization`` after weights and
     the activations of a full batch.
     """
-    spec, tp, rollout = job.actor, job.generation_tp, job.config.rollout
+    if not job.has_rollouts:
+        return Generation(0, 0.0, 0.0, 0.0, 0.0, 1)
+    spec, tp, rollout = job.model, job.generation_tp, job.config.rollout
     weights = sum(local_numels(vllm_shard_map(spec, tp, 0, job.config.model.dtype)).values()) * job.item_bytes
     per_token = 2 * spec.num_layers * max(1, spec.num_kv_heads // tp) * spec.head_dim * job.item_bytes
     if job.on_cpu:
-        kv = float(rollout.kv_cache_bytes or CPU_KV_CACHE_BYTES)
+        block = rollout.block_size or CPU_BLOCK_TOKENS
+        needed = rollout.max_num_seqs * -(-job.longest // block) * block * per_token
+        kv = float(rollout.kv_cache_bytes or min(CPU_KV_CACHE_BYTES, needed))
         return Generation(weights, kv, _activation_bytes(job, 4096), 0.0, 0.0, per_token)
     residue = EAGER_RESIDUE_BYTES if rollout.enforce_eager else RESIDUE_BYTES
     activations = _activation_bytes(job, _batched_tokens(job))
@@ -60,7 +65,7 @@ def _batched_tokens(job: PlannedJob) -> int:
 
 def _activation_bytes(job: PlannedJob, tokens: int) -> float:
     """Of a full batch: two hidden states and the MLP; then float32 logits, their log-softmax and a copy."""
-    spec, tp = job.actor, job.generation_tp
+    spec, tp = job.model, job.generation_tp
     layer = job.item_bytes * tokens * (2 * spec.hidden_size + 3 * spec.intermediate_size / tp)
     logits = 12 * min(tokens, job.config.rollout.max_num_seqs) * spec.vocab_size
     return float(max(layer, logits))

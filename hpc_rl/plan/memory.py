@@ -53,11 +53,15 @@ class Memory:
 def memory(job: PlannedJob) -> Memory:
     """Memory per GPU of ``job``: the worst stage of each phase, in the order in which a step runs."""
     generation = generation_memory(job)
-    builders: dict[str, Callable[[PlannedJob, Generation, int], Parts]] = {"start": _start, "generation": _generation}
-    builders["scoring"] = _scoring
+    builders: dict[str, Callable[[PlannedJob, Generation, int], Parts]] = {}
+    if job.has_rollouts:
+        builders |= {"start": _start, "generation": _generation}
+    if job.scored:
+        builders["scoring"] = _scoring
     for role in job.trained:
         builders[f"{role} update"] = lambda job, generation, stage, role=role: _update(job, generation, stage, role)  # type: ignore[misc]
-    builders["reshard"] = _reshard
+    if job.has_rollouts:
+        builders["reshard"] = _reshard
     phases = []
     for name, build in builders.items():
         of_stages = [Phase(name, stage, _present(build(job, generation, stage))) for stage in range(job.layout.pp)]
@@ -71,7 +75,7 @@ def _present(parts: Parts) -> Parts:
 
 
 def _shortage(job: PlannedJob, generation: Generation) -> str | None:
-    if generation.kv_tokens >= job.longest or (job.gpu.memory_gb is None and not job.on_cpu):
+    if not job.has_rollouts or generation.kv_tokens >= job.longest or (job.gpu.memory_gb is None and not job.on_cpu):
         return None
     return (
         f"the KV cache holds {generation.kv_tokens} tokens, less than one sequence of {job.longest} "
@@ -99,6 +103,8 @@ def _trainers(job: PlannedJob, stage: int) -> Parts:
 
 def _staging(job: PlannedJob, stage: int) -> Parts:
     """Buckets (kept between syncs) and the snapshot of the last sent weights."""
+    if not job.has_rollouts:
+        return {}
     weights = static_bytes(job, "actor", stage).weights
     parts: Parts = {}
     if job.layout.world_size > 1:
@@ -142,7 +148,7 @@ def _training(job: PlannedJob, generation: Generation, stage: int) -> Parts:
 
 def _scoring(job: PlannedJob, generation: Generation, stage: int) -> Parts:
     tokens, cut = job.micro_batch_tokens(job.num_sequences), cut_of(job)
-    forward = max(forward_bytes(spec, cut, stage_of(job, spec, stage), tokens) for spec in job.roles.values())
+    forward = max(forward_bytes(spec, cut, stage_of(job, spec, stage), tokens) for spec in job.scored.values())
     return _training(job, generation, stage) | {"activations": forward}
 
 
@@ -164,10 +170,10 @@ def host_bytes_per_node(job: PlannedJob) -> Parts:
     stages, ranks = range(job.layout.pp), min(job.gpus_per_node, job.layout.world_size)
     static = max(sum(_trainers(job, stage).values()) for stage in stages)
     parts: Parts = {}
-    if job.config.parallel.offload and not job.on_cpu:
+    if job.config.parallel.offload and job.has_rollouts and not job.on_cpu:
         parts["off-loaded training state"] = static * ranks
-    if job.config.rollout.sleep_level == 1 and not job.on_cpu:
+    if job.config.rollout.sleep_level == 1 and job.has_rollouts and not job.on_cpu:
         parts["vLLM weights asleep"] = float(generation_memory(job).weights * ranks)
-    if job.config.reshard.snapshot == "host":
+    if job.config.reshard.snapshot == "host" and job.has_rollouts:
         parts["reshard snapshot"] = float(max(static_bytes(job, "actor", s).weights for s in stages) * ranks)
     return parts

@@ -45,8 +45,11 @@ def plan(
 
 def report_of(job: PlannedJob) -> Report:
     """The report of a job."""
-    warnings = placement_warnings(job) + schedule_warnings(job)
-    result, reshard = memory(job), reshard_report(job)
+    warnings = [
+        f"{key} is not there: planned with the sizes of the published {name}" for key, name in job.assumed.items()
+    ]
+    warnings += placement_warnings(job) + schedule_warnings(job)
+    result, reshard = memory(job), reshard_report(job) if job.has_rollouts else None
     limit = result.limit_bytes
     report: Report = {
         "fits": result.fits,
@@ -60,13 +63,13 @@ def report_of(job: PlannedJob) -> Report:
         "warnings": warnings + _generation_warnings(job, result),
         "phases": {phase.name: _phase(phase) for phase in result.phases},
         "host_gb_per_node": {name: _gb(nbytes) for name, nbytes in host_bytes_per_node(job).items()},
-        "generation": _generation(job, result),
+        "generation": _generation(job, result) if job.has_rollouts else None,
         "micro_batches": schedule_report(job),
         "reshard": reshard,
         "checkpoint": checkpoint_report(job),
         "layout": layout_report(job),
     }
-    seconds = estimate(job, result.generation, reshard.get("seconds_at_link_speed", 0.0))
+    seconds = estimate(job, result.generation, (reshard or {}).get("seconds_at_link_speed", 0.0))
     if seconds is not None:
         report["estimated_seconds"] = seconds
     return report
@@ -132,7 +135,7 @@ def _reason(job: PlannedJob, result: Memory) -> str:
 
 def _generation(job: PlannedJob, result: Memory) -> Report:
     held = result.generation
-    per_replica = -(-job.num_sequences // job.num_replicas)
+    per_replica = -(-job.generated_sequences // job.num_replicas)
     return {
         "tp": job.generation_tp,
         "replicas": job.num_replicas,
@@ -144,7 +147,9 @@ def _generation(job: PlannedJob, result: Memory) -> Report:
 
 
 def _generation_warnings(job: PlannedJob, result: Memory) -> list[str]:
-    per_replica = -(-job.num_sequences // job.num_replicas)
+    if not job.has_rollouts:
+        return []
+    per_replica = -(-job.generated_sequences // job.num_replicas)
     wanted, held = min(per_replica, job.config.rollout.max_num_seqs), result.generation.kv_tokens // job.longest
     if result.shortage or held >= wanted:
         return []

@@ -15,8 +15,8 @@ from hpc_rl.tensors.vllm_map import vllm_shard_map
 def reshard_plan(job: PlannedJob) -> Plan:
     """The transfers of every sync, from maps worked out without the engines."""
     dtype, tp, ranks = job.config.model.dtype, job.generation_tp, range(job.layout.world_size)
-    sources = [megatron_shard_map(job.actor, job.layout, r, dtype=dtype) for r in ranks]
-    targets = [vllm_shard_map(job.actor, tp, r % tp, dtype) for r in ranks]
+    sources = [megatron_shard_map(job.model, job.layout, r, dtype=dtype) for r in ranks]
+    targets = [vllm_shard_map(job.model, tp, r % tp, dtype) for r in ranks]
     return make_plan(sources, targets, node_size=job.gpus_per_node)
 
 

@@ -31,10 +31,9 @@ def bubble(pp: int, num_micro_batches: int) -> float:
 def schedule_report(job: PlannedJob) -> dict[str, Any]:
     """Counts for the longest sequences; shorter ones need fewer micro-batches."""
     update, scoring = micro_batch_count(job), _count(job, job.num_sequences)
-    algorithm = job.config.algorithm
-    return {
+    out = {
         "sequences_per_step": job.num_sequences,
-        "optimizer_steps_per_step": algorithm.epochs * min(algorithm.mini_batches, job.num_sequences),
+        "optimizer_steps_per_step": job.epochs * job.mini_batches,
         "sequences_per_optimizer_step": job.mini_batch_sequences,
         "tokens_per_sequence_at_most": job.longest,
         "micro_batch_tokens": job.micro_batch_tokens(job.mini_batch_sequences),
@@ -43,6 +42,7 @@ def schedule_report(job: PlannedJob) -> dict[str, Any]:
         "bubble_update": round(bubble(job.layout.pp, update), 4),
         "bubble_scoring": round(bubble(job.layout.pp, scoring), 4),
     }
+    return out if job.scored else {name: value for name, value in out.items() if "scoring" not in name}
 
 
 def schedule_warnings(job: PlannedJob) -> list[str]:

@@ -40,19 +40,17 @@ def connect(
         config: bucket size, verification, snapshot; None: the defaults.
         cache: where plans are kept.
         group: None: the default group, or this process alone if there is none.
-        node_size: ranks per node.
-        timeout_s: longest wait for another rank.
+        node_size, timeout_s: ranks per node, and the longest wait for one.
         frozen: canonical names of tensors that never change after the first sync.
         allow_unused: source tensors need not have a target.
-        name: of this resharder, told apart from others in the job's store.
+        name: told apart from other resharders in the job's store.
 
     Raises:
         UserError: on all ranks, naming the tensor that is uncovered, covered twice, unknown, or of another shape.
     """
-    plan = plan_for(source[0], target, cache or PlanCache(), group, node_size, allow_unused)
     values = config or ReshardConfig()
     return Resharder(
-        plan,
+        plan_for(source[0], target, cache or PlanCache(), group, node_size, allow_unused),
         source[1],
         target[1],
         group=group,

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from hpc_rl.errors import UserError
 from hpc_rl.reshard.connect import Held, connect, raise_on_all
@@ -37,11 +36,10 @@ def export_from_ranks(
         dtype: of the written weights.
         tokenizer: directory whose tokenizer files are copied.
         max_file_bytes: size of a file. A rank holds its files' tensors beside its own while it writes.
-        group: of all ranks that hold the model.
-        timeout_s: longest wait for another rank.
+        group, timeout_s: of all ranks that hold the model, and the longest wait for one of them.
 
     Raises:
-        UserError: on all ranks, if ``out`` exists or the ranks do not hold the whole model.
+        UserError: on all ranks, if ``out`` exists or they do not hold the whole model.
     """
     alone = not dist.is_initialized()
     rank, num_ranks = (0, 1) if alone else (dist.get_rank(group), dist.get_world_size(group))
@@ -49,9 +47,8 @@ def export_from_ranks(
     files = files_of(spec, dtype, max_file_bytes)
     target = hf_shard_map(spec, files, rank, num_ranks, dtype)
     device = next(iter(source[1].values())).device
-    tensors: dict[str, Tensor] = {
-        name: torch.empty(s.shape, dtype=getattr(torch, dtype), device=device) for name, s in target.specs.items()
-    }
+    wanted: torch.dtype = getattr(torch, dtype)
+    tensors = {name: torch.empty(s.shape, dtype=wanted, device=device) for name, s in target.specs.items()}
     connect(source, (target, tensors), group=group, timeout_s=timeout_s, name=f"export/{out}").sync(0)
     partial = Path(out).with_name(Path(out).name + ".partial")
 

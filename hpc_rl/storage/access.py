@@ -39,13 +39,19 @@ def resolve(path: str | Path) -> Path:
 
 def load_index(path: Path, content: Manifest) -> Index:
     """The index of a checkpoint, its digest verified. Raises DamagedCheckpoint."""
+    image, digests = (checked_bytes(path, name, content) for name in (index_file.NAME, index_file.DIGESTS_NAME))
+    return index_file.read(io.BytesIO(image), digests, path / index_file.NAME)
+
+
+def checked_bytes(path: Path, name: str, content: Manifest) -> bytes:
+    """A small file of the checkpoint, its digest verified. Raises DamagedCheckpoint."""
     try:
-        image = (path / "index.h5").read_bytes()
+        data = (path / name).read_bytes()
     except OSError as error:
-        raise DamagedCheckpoint(f"{path / 'index.h5'}: {error.strerror}: use an older checkpoint") from error
-    if digest(image).hex() != content.files["index.h5"].digest:
-        raise DamagedCheckpoint(f"{path / 'index.h5'}: its digest is not the manifest's: use an older checkpoint")
-    return index_file.read(io.BytesIO(image), path / "index.h5")
+        raise DamagedCheckpoint(f"{path / name}: {error.strerror}: use an older checkpoint") from error
+    if digest(data).hex() != content.files[name].digest:
+        raise DamagedCheckpoint(f"{path / name}: its digest is not the manifest's: use an older checkpoint")
+    return data
 
 
 def open_checkpoint(path: str | Path) -> tuple[Path, Manifest, Index]:

@@ -25,7 +25,7 @@ from hpc_rl.storage import manifest, mpio
 from hpc_rl.storage.access import load_index
 from hpc_rl.storage.files import Files
 from hpc_rl.storage.finish import Finish, Whole, partial_name
-from hpc_rl.storage.host_copy import Sources, fill
+from hpc_rl.storage.host_copy import COPY_THREADS, Sources, fill
 from hpc_rl.storage.loading import layout_digest, newest, read_into
 from hpc_rl.storage.lustre import stripe
 from hpc_rl.storage.manifest import DamagedCheckpoint
@@ -65,6 +65,16 @@ class Checkpointer:
         self._writing: list[tuple[int, int]] = []  # (serial, step), oldest first: one, or two with a staging disk
         self._threads = ThreadPoolExecutor(1, "checkpoint")
         self._filling: Future[None] | None = None
+        self._unsent = False  # the plan, to the finishing writer
+
+    def prepare(
+        self, components: Components, per_rank: Mapping[str, bytes | np.ndarray[Any, Any]] | None = None
+    ) -> None:
+        """Does ahead what only the first save needs: plan, writer process, first touch of the host buffer."""
+        self._plan(holding({name: m for name, (m, _) in components.items()}), len(pack(per_rank or {})))
+        assert self._whole is not None
+        spool = self._spool = self._spool or Spool()
+        spool.buffer.reserve(sum(region.nbytes for region in self._whole.members[self.rank].regions()), touch=True)
 
     def save(
         self, step: int, components: Components, extra: Mapping[str, Any],
@@ -87,8 +97,8 @@ class Checkpointer:
         self._make_room(1 if self.storage.stage_dir else 0)
         json.dumps(extra)  # a value that is not JSON-able is the caller's mistake: raise it here
         state = pack(per_rank or {})
-        changed = self._plan(holding({name: shard_map for name, (shard_map, _) in components.items()}), len(state))
-        self._start(step, Sources(components), state, extra, metrics or {}, changed)
+        self._plan(holding({name: shard_map for name, (shard_map, _) in components.items()}), len(state))
+        self._start(step, Sources(components), state, extra, metrics or {}, overlap)
         if not overlap:
             self.fence()
         if not self.config.asynchronous:
@@ -96,7 +106,7 @@ class Checkpointer:
 
     def _start(
         self, step: int, sources: Sources, state: bytes, extra: Mapping[str, Any], metrics: Mapping[str, float],
-        changed: bool,
+        overlap: bool,
     ) -> None:  # fmt: skip
         """Hands the job to the writer and begins to fill the host buffer."""
         assert self._whole is not None
@@ -110,12 +120,14 @@ class Checkpointer:
         if self._mpi is not None:
             fill(buffer, member, sources, state, lambda nbytes: None, ready)
             job = replace(job, report=self._write_shared(job, buffer.numpy().data))
-        spool.start(job, self._whole if changed and self.rank == FINISHER else None)
+        spool.start(job, self._whole if self._unsent and self.rank == FINISHER else None)
+        self._unsent = False
         self._writing.append((job.serial, step))
         self._num_saves += 1
         if self._mpi is None:
             progress = partial(spool.filled, job.serial)
-            self._filling = self._threads.submit(fill, buffer, member, sources, state, progress, ready)
+            num_threads = 1 if overlap else COPY_THREADS  # the next phase has work for the other cores
+            self._filling = self._threads.submit(fill, buffer, member, sources, state, progress, ready, num_threads)
 
     def fence(self) -> None:
         """Returns when the state of the last save is in host memory: from then on it may change. Not a collective."""
@@ -200,8 +212,8 @@ class Checkpointer:
         extra, own, _ = result
         return extra, own if all(same for _, same in outcomes) else None
 
-    def _plan(self, held: Holding, state_bytes: int) -> bool:
-        """Makes the plan of all ranks at the first save, or when a layout changed. Returns whether it did."""
+    def _plan(self, held: Holding, state_bytes: int) -> None:
+        """Makes the plan of all ranks at the first save, or when a layout changed."""
         if self.rank == FINISHER and self._num_saves == 0:
             with suppress(OSError):  # the writer will meet it too, and tell it to all ranks
                 self.files.makedirs(self.root)
@@ -212,12 +224,12 @@ class Checkpointer:
         layouts, sizes, hosts = [r[0] for r in ranks], [r[1] for r in ranks], [r[2] for r in ranks]
         whole = self._whole
         if whole and layouts == self._layouts and sizes == [m.state_bytes for m in whole.members]:
-            return False
+            return
         made = plan(self._gather(held))
         members = tuple(Member(r, extents, sizes[r]) for r, extents in enumerate(made.ranks))
         self._whole, self._layouts = Whole(made.specs, members, tuple(layouts)), layouts
         self._shard_file = shard_files(hosts, self.storage.files_per_node)[self.rank]
-        return True
+        self._unsent = True
 
     def _job(self, step: int, extra: Mapping[str, Any], metrics: Mapping[str, float]) -> Job:
         assert self._whole is not None

@@ -7,6 +7,7 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -76,14 +77,42 @@ def wait_reports(partial: Path, world_size: int, deadline_s: float, aborted: Cal
         pause = min(1.0, pause * 1.5)
 
 
+class IndexFile:
+    """index.h5 of a run: built at its first save, and the same at all others, so written while the data still is."""
+
+    def __init__(self) -> None:
+        self._built_for: dict[int, tuple[str, list[int]]] = {}
+        self._image = b""
+        self._early: Future[None] | None = None
+        self._pool = ThreadPoolExecutor(1)
+
+    def begin(self, files: Files, partial: Path) -> None:
+        """Starts to write what the last save had."""
+        self._early = self._pool.submit(write_file, files, partial / index.NAME, self._image) if self._image else None
+
+    def end(self, files: Files, partial: Path, whole: Whole, reports: Mapping[int, Report], page_bytes: int) -> bytes:
+        """Returns the file's content, which is durable by then."""
+        if self._early is not None:
+            self._early.result()
+        wanted = {rank: (report.file, report.offsets) for rank, report in reports.items()}
+        if self._early is None or wanted != self._built_for:
+            self._image = index.build(whole.specs, whole.members, reports, whole.layouts, page_bytes)
+            self._built_for = wanted
+            write_file(files, partial / index.NAME, self._image)
+        return self._image
+
+
 def finish(
-    files: Files, partial: Path, final: Path, step: int, whole: Whole, job: Finish, aborted: Callable[[], bool]
-) -> None:
+    files: Files, partial: Path, final: Path, step: int, whole: Whole, job: Finish, aborted: Callable[[], bool],
+    index_file: IndexFile,
+) -> None:  # fmt: skip
     """Makes the checkpoint whole and gives it its final name."""
     reports = wait_reports(partial, len(whole.members), job.deadline_s, aborted)
-    image = index.build(whole.specs, whole.members, reports, whole.layouts, job.page_bytes)
-    write_file(files, partial / "index.h5", image)
-    entries = {"index.h5": Entry(len(image), digest(image).hex()), **shard_entries(whole.members, reports)}
+    image = index_file.end(files, partial, whole, reports, job.page_bytes)
+    digests = index.digests(whole.members, reports)
+    write_file(files, partial / index.DIGESTS_NAME, digests)
+    entries = {name: Entry(len(d), digest(d).hex()) for name, d in ((index.NAME, image), (index.DIGESTS_NAME, digests))}
+    entries |= shard_entries(whole.members, reports)
     remove_tree(files, partial / MARKERS)
     for directory in sorted({(partial / name).parent.parent for name in entries} - {partial.parent}, reverse=True):
         files.fsync_dir(directory)

@@ -43,14 +43,14 @@ class Sources:
 
 def fill(
     buffer: Tensor, member: Member, sources: Sources, state: bytes, filled: Callable[[int], None],
-    ready: torch.cuda.Event | None = None,
+    ready: torch.cuda.Event | None = None, num_threads: int = COPY_THREADS,
 ) -> None:  # fmt: skip
     """Copies all that a rank writes to its host buffer; ``filled(n)`` as the first n bytes of it get there.
 
     Host copies run in threads. Copies from a GPU start after ``ready`` and are announced once, when all are done.
     """
     try:
-        copy_all(buffer, member, sources, state, filled, ready)
+        copy_all(buffer, member, sources, state, filled, ready, num_threads)
     except BaseException:
         filled(-1)  # the writer gives this save up
         raise
@@ -58,7 +58,7 @@ def fill(
 
 def copy_all(
     buffer: Tensor, member: Member, sources: Sources, state: bytes, filled: Callable[[int], None],
-    ready: torch.cuda.Event | None,
+    ready: torch.cuda.Event | None, num_threads: int,
 ) -> None:  # fmt: skip
     """See `fill`."""
     begin_of = {region.dataset.split("/")[1]: region.offset for region in member.regions()}
@@ -74,7 +74,8 @@ def copy_all(
     if device is not None:
         copy_from_gpu(pairs, device, ready)
     else:
-        copy_in_order(pairs, lambda target: filled(target.data_ptr() + target.nbytes - buffer.data_ptr()))
+        base = buffer.data_ptr()
+        copy_in_order(pairs, lambda target: filled(target.data_ptr() + target.nbytes - base), num_threads)
     filled(buffer.numel())
 
 
@@ -90,7 +91,7 @@ def copy_from_gpu(pairs: list[tuple[Tensor, Tensor]], device: torch.device, read
         stream.synchronize()
 
 
-def copy_in_order(pairs: list[tuple[Tensor, Tensor]], done: Callable[[Tensor], None]) -> None:
+def copy_in_order(pairs: list[tuple[Tensor, Tensor]], done: Callable[[Tensor], None], num_threads: int) -> None:
     """Copies in threads (without the interpreter lock); ``done(target)`` about every 32 MiB: all up to it is there."""
     groups: list[list[tuple[Tensor, Tensor]]] = [[]]
     for pair in pairs:
@@ -102,7 +103,7 @@ def copy_in_order(pairs: list[tuple[Tensor, Tensor]], done: Callable[[Tensor], N
         for target, source in group:
             target.copy_(source)
 
-    with ThreadPoolExecutor(COPY_THREADS) as pool:
+    with ThreadPoolExecutor(num_threads) as pool:
         for group, _ in zip(groups, pool.map(copy, groups), strict=True):
             if group:
                 done(group[-1][0])

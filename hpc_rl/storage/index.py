@@ -20,6 +20,7 @@ from hpc_rl.storage.shards import Member, Report
 from hpc_rl.storage.tensor_io import h5_type, itemsize
 from hpc_rl.tensors.shardmap import TensorSpec
 
+NAME, DIGESTS_NAME = "index.h5", "digests.bin"  # in the checkpoint directory
 TABLE = "_layout"  # group of the reader's table
 
 
@@ -28,7 +29,8 @@ class Index:
     """The table. Row e of the arrays is one extent; ``start`` and ``shape`` [E, D] are padded with 0 and 1.
 
     ``name``, ``file``: positions in ``names`` and ``files``. ``offset``, ``nbytes``: of the extent in its file.
-    ``digest`` [E, 16]: xxh3-128. ``layouts`` [world size]: digest of what each rank held, as hex.
+    ``digest`` [E, 16]: xxh3-128; they are in a file of their own, so that index.h5 is the same at each save of a run.
+    ``layouts`` [world size]: digest of what each rank held, as hex.
     """
 
     names: list[str]
@@ -100,8 +102,6 @@ def add_table(file: h5py.File, specs: Mapping[str, TensorSpec], members: Sequenc
     group["file"] = np.array([files.index(reports[m.rank].file) for m in members for _ in m.all_extents()], np.int64)
     group["offset"] = np.array([o for m in members for o in reports[m.rank].offsets], dtype=np.int64)
     group["nbytes"] = np.array([extent.nbytes for extent in extents], dtype=np.int64)
-    digests = "".join(d for m in members for d in reports[m.rank].digests)
-    group["digest"] = np.frombuffer(bytes.fromhex(digests), dtype=np.uint8).reshape(-1, 16)
     for key, fill in (("start", 0), ("shape", 1)):
         rows = [getattr(extent, key) + (fill,) * (dims - len(extent.shape)) for extent in extents]
         group[key] = np.array(rows, dtype=np.int64).reshape(-1, dims)
@@ -132,7 +132,12 @@ def add_virtual(file: h5py.File, specs: Mapping[str, TensorSpec], members: Seque
         h5py.Dataset(dataset).attrs["dtype"] = spec.dtype
 
 
-def read(image: io.BytesIO, path: str | Path = "index.h5") -> Index:
+def digests(members: Sequence[Member], reports: Mapping[int, Report]) -> bytes:
+    """The content of the digests' file: 16 bytes an extent, in the order of the table."""
+    return bytes.fromhex("".join(d for member in members for d in reports[member.rank].digests))
+
+
+def read(image: io.BytesIO, digests: bytes, path: str | Path = "index.h5") -> Index:
     """The table in the bytes of ``index.h5``; ``path`` is for the message. Raises UserError if unreadable."""
     try:
         with h5py.File(image, "r") as file:
@@ -140,8 +145,9 @@ def read(image: io.BytesIO, path: str | Path = "index.h5") -> Index:
             names, specs, files, layouts = (
                 json.loads(bytes(group[f"{key}.json"][()])) for key in ("names", "specs", "files", "layouts")
             )
-            keys = ("name", "file", "offset", "nbytes", "start", "shape", "digest")
+            keys = ("name", "file", "offset", "nbytes", "start", "shape")
             arrays = {key: group[key][()] for key in keys}
+        arrays["digest"] = np.frombuffer(digests, dtype=np.uint8).reshape(len(arrays["name"]), 16)
     except (OSError, KeyError, ValueError) as error:
         raise UserError(f"{path}: not a readable checkpoint index ({error}): use an older checkpoint") from error
     return Index(names, {n: TensorSpec(tuple(s), d) for n, (s, d) in specs.items()}, files, layouts, **arrays)

@@ -208,14 +208,13 @@ def alignment(members: Sequence[Member], wanted_bytes: int) -> int:
 
 
 def write_shard(
-    files: Files, directory: Path, file: str, members: Sequence[Member], rank: int,
-    buffer: memoryview, wait_filled: Callable[[int], None], alignment_bytes: int, direct: bool,
+    files: Files, directory: Path, file: str, members: Sequence[Member], rank: int, frame: Skeleton,
+    buffer: memoryview, wait_filled: Callable[[int], None], direct: bool,
 ) -> Report:  # fmt: skip
     """Writes one rank's part of a shard file from its host buffer, and fsyncs it.
 
-    Args: buffer: bytes of its regions. wait_filled(n): returns once the first n bytes of it are there.
+    Args: frame: of the file. buffer: bytes of its regions. wait_filled(n): returns once the first n bytes are there.
     """
-    frame = skeleton(members, alignment(members, alignment_bytes))
     path = directory / file
     files.makedirs(path.parent)
     if rank == members[0].rank:
@@ -233,13 +232,12 @@ def write_shard(
 
 
 def write_skeleton(files: Files, path: Path, frame: Skeleton) -> None:
-    """Everything of the file but its data, to its full size."""
+    """Everything of the file but its data, to its full size; synced with the data."""
     fd = files.open(path)
     try:
         for offset, data in frame.pages:
             files.pwrite(fd, data, offset)
         files.truncate(fd, frame.nbytes)
-        files.fsync(fd)
     finally:
         os.close(fd)
 

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 
 import torch
@@ -20,6 +20,8 @@ from hpc_rl.storage.writer import Ended, Filled, Job
 
 _WRITER = "from hpc_rl.storage.writer import main; main()"  # not -m: pickled jobs name the module
 
+_MADV_POPULATE_WRITE = 23
+
 
 class HostBuffer:
     """Host memory shared with the writer process, reused by every save; page-locked where there is a GPU."""
@@ -28,12 +30,16 @@ class HostBuffer:
         self.fd = os.memfd_create("hpc_rl_checkpoint")
         self.tensor = torch.empty(0, dtype=torch.uint8)
 
-    def reserve(self, nbytes: int) -> Tensor:
-        """uint8 [>= nbytes], the same memory each time unless it has to grow."""
+    def reserve(self, nbytes: int, touch: bool = False) -> Tensor:
+        """uint8 [>= nbytes], the same memory each time unless it has to grow. ``touch``: its pages are made at once."""
         if self.tensor.numel() < max(1, nbytes):
             self._unpin()
             os.ftruncate(self.fd, nbytes)
-            self.tensor = torch.frombuffer(mmap.mmap(self.fd, nbytes), dtype=torch.uint8)
+            memory = mmap.mmap(self.fd, nbytes)
+            if touch:
+                with suppress(OSError):  # before Linux 5.14: at the first save, then
+                    memory.madvise(_MADV_POPULATE_WRITE)
+            self.tensor = torch.frombuffer(memory, dtype=torch.uint8)
             if torch.cuda.is_available():
                 torch.cuda.cudart().cudaHostRegister(self.tensor.data_ptr(), nbytes, 0)
         return self.tensor

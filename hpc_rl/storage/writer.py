@@ -21,8 +21,8 @@ from queue import SimpleQueue
 from threading import Condition, Thread
 
 from hpc_rl.storage.files import Files, remove_tree
-from hpc_rl.storage.finish import Finish, Whole, finish, mark, prune, sweep
-from hpc_rl.storage.shards import Member, Report, write_shard
+from hpc_rl.storage.finish import Finish, IndexFile, Whole, finish, mark, prune, sweep
+from hpc_rl.storage.shards import Member, Report, Skeleton, alignment, skeleton, write_shard
 from hpc_rl.storage.stage import stage
 
 
@@ -122,13 +122,15 @@ class Writer:
         self.inbox = Inbox(pipe)
         self.memory: mmap.mmap | None = None
         self.whole: Whole | None = None
+        self.index_file = IndexFile()
+        self.frame: tuple[tuple[Member, ...], Skeleton] | None = None
 
     def serve(self) -> None:
         """Until the parent closes the pipe."""
         self.inbox.start()
         while (message := self.inbox.jobs.get()) is not None:
             if isinstance(message, Whole):
-                self.whole = message
+                self.whole, self.index_file = message, IndexFile()
                 continue
             error = self.attempt(message)
             with suppress(OSError):
@@ -151,13 +153,14 @@ class Writer:
         job.files.makedirs(job.partial)
         if job.finish:
             sweep(job.files, job.final.parent, job.partial)
+            self.index_file.begin(job.files, job.partial)
         report = job.report or self.write(job)
         mark(job.files, job.partial, job.rank, report.to_json(), "json")
         if job.finish:
             assert self.whole is not None, "the finishing rank needs the plan of all ranks"
             finish(
                 job.files, job.partial, job.final, job.step, self.whole, job.finish,
-                lambda: self.inbox.aborted(job.serial),
+                lambda: self.inbox.aborted(job.serial), self.index_file,
             )  # fmt: skip
 
     def write(self, job: Job) -> Report:
@@ -176,9 +179,11 @@ class Writer:
                 with suppress(FileNotFoundError):
                     job.files.unlink(staged)  # its bytes stay until the map is gone, whatever happens to this process
             self.pipe.send(Staged(job.serial))
+        if self.frame is None or self.frame[0] != job.members:  # the same at each save
+            self.frame = job.members, skeleton(job.members, alignment(job.members, job.alignment_bytes))
         return write_shard(
-            job.files, job.partial, job.file, job.members, job.rank, memoryview(buffer),
-            (lambda nbytes: None) if staged else wait_filled, job.alignment_bytes, job.direct,
+            job.files, job.partial, job.file, job.members, job.rank, self.frame[1], memoryview(buffer),
+            (lambda nbytes: None) if staged else wait_filled, job.direct,
         )  # fmt: skip
 
     def host_buffer(self) -> mmap.mmap:

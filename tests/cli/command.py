@@ -12,17 +12,25 @@ QUICKSTART = ROOT / "configs" / "quickstart.yaml"
 
 
 def hpc_rl(
-    *args: str | Path, cwd: Path, env: dict[str, str] | None = None, python_path: Path | None = None, timeout_s: float = 240
-) -> subprocess.CompletedProcess[str]:  # fmt: skip
+    *args: str | Path,
+    cwd: Path,
+    env: dict[str, str] | None = None,
+    python_path: Path | None = None,
+    timeout_s: float = 300,
+) -> subprocess.CompletedProcess[str]:
     """``hpc-rl ARGS`` in ``cwd``, with ``python_path`` before everything else that can be imported."""
-    paths = [str(python_path)] if python_path else []
-    variables = {"PYTHONPATH": os.pathsep.join([*paths, str(ROOT)]), "OMP_NUM_THREADS": "1", **(env or {})}
     return subprocess.run(
         [sys.executable, "-m", "hpc_rl.cli", *map(str, args)],
         cwd=cwd,
-        env={**os.environ, **variables},
+        env={**python_env(python_path), **(env or {})},
         capture_output=True,
         text=True,
         timeout=timeout_s,
         check=False,
     )
+
+
+def python_env(python_path: Path | None = None) -> dict[str, str]:
+    """This process's environment, for a child that imports this checkout."""
+    paths = [str(python_path)] if python_path else []
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([*paths, str(ROOT)]), "OMP_NUM_THREADS": "1"}

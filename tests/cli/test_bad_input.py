@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from hpc_rl.storage.lock import RunLock
 from tests.cli.command import hpc_rl
 from tests.config.test_preflight import snapshot, write_dist
 from tests.data.models import write_model, write_tokenizer
@@ -43,6 +45,8 @@ def refuse(place: Path, overrides: list[str], parts: tuple[str, ...], **how: obj
         (["algorithm.gama=0.9"], ("algorithm.gama = 0.9", "there is no key", "algorithm.gamma")),
         (["steps=many"], ("steps = 'many'", "wrong type", "must be", "the default is 100")),
         (["algorithm.mini_batches=3"], ("mini_batches = 3", "must divide the sequences", "set algorithm.mini_batches")),
+        (["algorithm.name=pppo"], ("algorithm.name = pppo", "is not known", "did you mean ppo")),
+        (["algorithm.name=grpo"], ("rollout.samples_per_prompt = 1", "compares the samples of a prompt", "set it to 2")),
         (["parallel.tp=3", "launch.nproc=3"], ("tp = 3", "num_attention_heads = 4", "set parallel.tp")),
         (["parallel.tp=4"], ("4*1*1 = 4", "must divide the number of ranks, but that is 2", "run 4 ranks")),
         (["model.path=nowhere"], ("model.path = nowhere", "must be an HF directory", "correct model.path")),
@@ -72,7 +76,7 @@ def prompts(text: str) -> Callable[[Path], object]:
         (prompts(""), ("p.jsonl", "holds 0 prompts", "add prompts")),
         (lambda p: write_tokenizer(p / "model", eos=None), ("model.path = model", "no eos_token", "set eos_token")),
         (lambda p: write_model(p / "model", vocab_rows=500), ("[500, 16]", "vocab_size", "fetch both again")),
-        (lambda p: write_model(p / "model", vocab_size=200), ("vocab_size is 200", "tokenizer", "belongs to the model")),
+        (lambda p: write_model(p / "model", vocab_size=200), ("vocab_size is 200", "tokenizer", "belongs to")),
         (lambda p: (p / "model" / "config.json").write_text("{"), ("config.json", "JSON", "fetch the model again")),
         (lambda p: (p / "run.yaml").write_text("steps: [1\n"), ("run.yaml", "YAML")),
         (lambda p: (p / "run.yaml").unlink(), ("run.yaml", "no such file")),
@@ -98,6 +102,18 @@ def test_an_earlier_run_is_not_moved_by_a_refused_one(place: Path) -> None:
     (place / "out/run").mkdir(parents=True)
     (place / "out/run/metrics.jsonl").write_text("{}\n")
     refuse(place, ["algorithm.mini_batches=3"], ("mini_batches = 3",))
+
+
+def test_a_run_directory_in_use(place: Path) -> None:
+    """Its files stay where they are, and the one who holds it is named."""
+    metrics = place / "out/run/metrics.jsonl"
+    with RunLock(place / "out/run"):
+        metrics.write_text("{}\n")
+        done = hpc_rl("train", "run.yaml", cwd=place)
+    assert done.returncode == 2 and done.stdout == ""
+    assert f"hpc-rl: out/run: in use by process {os.getpid()} on " in done.stderr
+    assert "end that job, or set another run.dir\n" in done.stderr and done.stderr.count("\n") == 1
+    assert metrics.read_text() == "{}\n" and not list(place.glob("out/run/previous-*"))
 
 
 def test_the_place_would_start(place: Path) -> None:

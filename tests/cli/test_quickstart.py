@@ -1,4 +1,4 @@
-"""The README's main job for real: `hpc-rl train configs/quickstart.yaml` on 2 ranks, then what can be done with the run."""
+"""The README's main job for real: `hpc-rl train configs/quickstart.yaml` on 2 ranks, and what follows a run."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import h5py
 import numpy as np
 import pytest
 
+from hpc_rl.run_dir import OTHERS, RESULTS
 from tests.cli.command import QUICKSTART, hpc_rl
 
 pytestmark = pytest.mark.xdist_group("cli-quickstart")
@@ -73,9 +74,8 @@ def test_what_it_prints(first: subprocess.CompletedProcess[str]) -> None:
 
 def test_the_run_directory(first: subprocess.CompletedProcess[str], place: Path) -> None:
     run = place / "run"
-    assert {path.name for path in run.iterdir()} == {
-        "config.yaml", "metrics.jsonl", "checkpoints", "rollouts", "logs", "model",
-    }  # fmt: skip
+    parts = {"config.yaml", "metrics.jsonl", "checkpoints", "rollouts", "logs", "model"}
+    assert {path.name for path in run.iterdir()} >= parts
     assert {path.name for path in (run / "checkpoints").iterdir()} >= {"checkpoint_4_complete", "checkpoint_8_complete"}
     assert len(list((run / "rollouts").glob("step_*/rank_*.h5"))) == 2 * STEPS
     assert (run / "logs/rank_1.log").read_text() == ""
@@ -97,7 +97,8 @@ def test_a_resumed_run_says_so(resumed: subprocess.CompletedProcess[str]) -> Non
 def test_a_resumed_run_equals_the_one_never_stopped(resumed: subprocess.CompletedProcess[str], place: Path) -> None:
     def comparable(values: dict[str, Any]) -> dict[str, Any]:
         # What a clock measured differs, and how many samples of a killed step were found in the journal.
-        return {k: v for k, v in values.items() if "seconds" not in k and "per_second" not in k and k != "reused_samples"}
+        measured = ("seconds", "per_second", "reused_samples")
+        return {name: value for name, value in values.items() if not any(part in name for part in measured)}
 
     expected, got = metrics(place / "run"), metrics(place / "killed")
     assert [comparable(values) for values in got] == [comparable(values) for values in expected]
@@ -118,7 +119,7 @@ def test_a_second_run_sets_the_first_aside(resumed: subprocess.CompletedProcess[
     assert done.stdout.splitlines()[0].startswith("Set aside: the run that was in killed is now in killed/previous-1")
     old = place / "killed/previous-1"
     assert (old / "metrics.jsonl").read_text() == before
-    assert {path.name for path in old.iterdir()} == {path.name for path in (place / "run").iterdir()}
+    assert {path.name for path in old.iterdir()} == {*RESULTS, *OTHERS, "config.yaml", "logs"} - {"failure.json"}
     assert (old / "checkpoints/checkpoint_8_complete/manifest.json").is_file()
     assert [values["step"] for values in metrics(place / "killed")] == [1]
     assert [path.name for path in (place / "killed/rollouts").iterdir()] == ["step_000001"]

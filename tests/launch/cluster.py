@@ -26,7 +26,7 @@ def missing_programs(names: tuple[str, ...]) -> list[str]:
     return [name for name in names if shutil.which(name, path=PATH) is None]
 
 
-def wait_until(condition: Callable[[], object], timeout_s: float = 40.0) -> None:
+def wait_until(condition: Callable[[], object], timeout_s: float = 200.0) -> None:
     end = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < end, f"waited {timeout_s:g} s in vain"
@@ -40,7 +40,7 @@ class Cluster:
     env: dict[str, str]
     dir: Path
 
-    def run(self, *argv: str | Path, timeout_s: float = 120.0, **env: str) -> subprocess.CompletedProcess[str]:
+    def run(self, *argv: str | Path, timeout_s: float = 400.0, **env: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [str(a) for a in argv], env=self.env | env, capture_output=True, text=True, timeout=timeout_s, check=False
         )
@@ -56,7 +56,7 @@ class Cluster:
         fields = self.run("scontrol", "-o", "show", "job", job).stdout.split()
         return next((f.removeprefix("JobState=") for f in fields if f.startswith("JobState=")), "GONE")
 
-    def wait(self, job: str, timeout_s: float = 120.0) -> str:
+    def wait(self, job: str, timeout_s: float = 400.0) -> str:
         """Waits for the job's end; returns its final state."""
         going = ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "REQUEUED")
         wait_until(lambda: self.state(job) not in going, timeout_s)
@@ -97,12 +97,16 @@ def cluster() -> Iterator[Cluster]:
     env |= {"SLURM_CONF": f"{state}/s/etc/slurm.conf", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     env |= mpi_env()
     here = Cluster(env, state / "s")
+    # Reads until this process ends, however it does: daemons must not outlive a killed test run.
+    down = 'read -r _; bash "$0" down; rm -rf "$1"'
+    guard = subprocess.Popen(
+        ["bash", "-c", down, SCRIPT, state], env=env, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True
+    )
     try:
         here.control("up", "4")
         yield here
     finally:
-        subprocess.run(["bash", str(SCRIPT), "down"], env=env, check=False, capture_output=True, timeout=60)
-        shutil.rmtree(state, ignore_errors=True)
+        guard.communicate(b"down\n", timeout=60)
 
 
 def mpi_env() -> dict[str, str]:

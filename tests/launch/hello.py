@@ -49,6 +49,7 @@ def main() -> None:
         dist.barrier()
         if how == "hang":
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        (out / f"ready_{info.rank}").touch()
         if int(rank) == info.rank:
             fail(how, out)
         time.sleep(600)

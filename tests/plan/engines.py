@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import ctypes
 import gc
+from collections.abc import Callable
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import psutil
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from hpc_rl.batch import Batch, cumulative
 from hpc_rl.config import Config
+from hpc_rl.engine.head import token_log_probs
 from hpc_rl.engine.megatron import MegatronEngine
 from hpc_rl.parallel import state as parallel_state
 from hpc_rl.parallel.collectives import gather_objects
@@ -113,6 +117,36 @@ def saved(config: Config, role: str, num_sequences: int, length: int) -> tuple[i
         engine.train_batch(batch, lambda outputs, micro: (done.append(True), loss(outputs, micro))[1])
     parallel_state.destroy()
     return state.pp_rank, sum(kept.values())
+
+
+def peak_bytes(work: Callable[[], object]) -> int:
+    """Most bytes that ``work`` has allocated at one time, as torch's profiler sees them."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as run:
+        work()
+    sizes: list[tuple[int, int]] = []
+
+    def visit(event: Any) -> None:
+        if event.tag == torch._C._profiler._EventType.Allocation:
+            sizes.append((event.start_time_ns, event.extra_fields.alloc_size))
+        for child in event.children:
+            visit(child)
+
+    for event in run.profiler.kineto_results.experimental_event_tree():
+        visit(event)
+    return max(accumulate(nbytes for _, nbytes in sorted(sizes)))
+
+
+def head_peaks(tokens: int, hidden_size: int, rows: int, dtype: torch.dtype) -> tuple[int, int]:
+    """Peaks of the actor's head, in its forward and its backward pass."""
+    hidden, weight = (torch.randn(n, hidden_size, dtype=dtype, requires_grad=True) for n in (tokens, rows))
+    targets, outputs = torch.randint(0, rows, (tokens,)), []
+
+    def forward() -> None:
+        outputs.extend(token_log_probs(hidden, weight, targets, 1.0, rows, None))
+
+    first = peak_bytes(forward)
+    total = sum(outputs).sum()  # type: ignore[union-attr]
+    return first, peak_bytes(total.backward)
 
 
 def checkpoint(config: Config, role: str) -> tuple[int, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,10 +19,12 @@ from hpc_rl.plan.hardware import GB, GPUS, find_gpu
 from hpc_rl.plan.job import PlannedJob, plan_job
 from hpc_rl.plan.memory import host_bytes_per_node, memory
 from hpc_rl.plan.placement import layout_report, placement_warnings, table_rows
+from hpc_rl.plan.published import model_config
 from hpc_rl.plan.report import report_of
 from hpc_rl.plan.resharding import reshard_plan, reshard_report
 from hpc_rl.plan.schedule import bubble, micro_batch_count, schedule_report, schedule_warnings
 from hpc_rl.plan.static import local_numels, static_bytes
+from hpc_rl.tensors.canonical import ModelSpec
 from hpc_rl.tensors.vllm_map import vllm_shard_map
 from tests.plan.jobs import QWEN2_1B, SMALL, config_of, job_of, write_70b
 
@@ -58,7 +61,7 @@ def test_layout_of_70b_on_16_nodes(config_70b: Config) -> None:
 def test_every_parameter_is_somewhere_once_per_replica(config_70b: Config) -> None:
     job = job_70b(config_70b)
     weights = sum(static_bytes(job, "actor", stage).weights for stage in range(4)) * 8
-    assert weights == pytest.approx(2 * job.actor.num_params, rel=1e-3)  # norms and vocabulary padding are more
+    assert weights == pytest.approx(2 * job.model.num_params, rel=1e-3)  # norms and vocabulary padding are more
 
 
 @pytest.mark.parametrize(("ranks", "rows"), [(16, 4), (128, 2)])
@@ -129,7 +132,7 @@ def test_reshard_brings_every_rank_what_it_lacks(ranks: int, nodes: int, tp: int
     plan, report = reshard_plan(job), reshard_report(job)
     received = plan.received_bytes()
     for rank in range(ranks):
-        shard = vllm_shard_map(job.actor, generation_tp, rank % generation_tp, "bfloat16")
+        shard = vllm_shard_map(job.model, generation_tp, rank % generation_tp, "bfloat16")
         target = 2 * (sum(local_numels(shard).values()) - sum(shard.padding.values()))
         assert received[rank] + sum(link.nbytes for link in plan.local[rank]) == target
     moved = report["inside_nodes_gb"] + report["between_nodes_gb"]
@@ -218,13 +221,13 @@ def test_host_memory_of_off_load() -> None:
     parts = host_bytes_per_node(job)
     static = sum(static_bytes(job, role, 0).total for role in job.roles)
     assert parts["off-loaded training state"] == 2 * static
-    assert parts["vLLM weights asleep"] == pytest.approx(2 * 2 * job.actor.num_params, rel=0.01)
+    assert parts["vLLM weights asleep"] == pytest.approx(2 * 2 * job.model.num_params, rel=0.01)
     assert host_bytes_per_node(job_of(config_of(QWEN2_1B), 2, gpu="h200")) == {}
 
 
 def test_estimate_counts_arithmetic_of_a_forward_pass() -> None:
     job = job_of(config_of(QWEN2_1B, dtype="bfloat16"), gpu="h200")
-    spec, n = job.actor, 1000
+    spec, n = job.model, 1000
     layer = 2 * (2 * 1536 * 1536 + 2 * 256 * 1536 + 3 * 1536 * 8960)
     scores = 2 * n * 12 * 128  # q k and p v: 4 c h / 2, half of it masked
     assert forward_flops(spec, n, n) == pytest.approx(n * (28 * (layer + scores) + 2 * 1536 * 32768), rel=1e-3)
@@ -269,11 +272,49 @@ def test_what_a_run_refuses_the_plan_refuses(case: str) -> None:
         job_of(config_of(QWEN2_1B, dtype="bfloat16", **values), ranks, gpu="h100")
 
 
+@pytest.mark.parametrize(
+    ("name", "roles", "sequences", "phases"),
+    [
+        ("sft", ["actor"], 64, ["actor update"]),
+        ("dpo", ["actor", "reference"], 128, ["scoring", "actor update"]),
+        ("reward_model", ["critic"], 128, ["critic update"]),
+    ],
+)
+def test_objectives_without_rollouts(name: str, roles: list[str], sequences: int, phases: list[str]) -> None:
+    config = config_of(QWEN2_1B, dtype="bfloat16", prompts=64, algorithm=name)
+    config = replace(config, algorithm=replace(config.algorithm, kl_placement="none"))
+    job = job_of(config, 2, gpu="h100")
+    report = report_of(job)
+    assert list(report["phases"]) == phases
+    assert list(job.roles) == roles
+    assert report["micro_batches"]["sequences_per_step"] == sequences
+    assert report["micro_batches"]["optimizer_steps_per_step"] == 1
+    assert not any("vLLM" in part for phase in report["phases"].values() for part in phase["parts_gb"])
+    assert report["reshard"] is None
+    assert report["generation"] is None
+    small = replace(job, gpu=replace(job.gpu, memory_gb=18.0))
+    assert {row["change"].split("=")[0] for row in report_of(small)["changes"]} <= {
+        "algorithm.micro_batch_tokens", "parallel.recompute", "parallel.tp", "parallel.pp",
+    }  # fmt: skip
+
+
 def test_experts_are_refused() -> None:
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 512}
     hf = {**QWEN2_1B, "model_type": "qwen3_moe", **experts}
     with pytest.raises(UserError, match="has experts"):
         job_of(config_of(hf, dtype="bfloat16"), gpu="h100")
+
+
+def test_published_sizes_stand_in_for_a_directory_that_is_not_there(tmp_path: Path) -> None:
+    for name, billions in (("Meta-Llama-3.1-70B-Instruct", 70.55), ("Qwen2.5-32B", 32.76), ("Qwen3-8B-Base", 8.19),
+                           ("smollm2", 0.1345)):  # fmt: skip
+        spec = ModelSpec.from_hf_config(model_config("model.path", str(tmp_path / name)))
+        assert spec.num_params == pytest.approx(billions * 1e9, rel=1e-3), name
+    with pytest.raises(UserError, match="is not there"):
+        model_config("model.path", str(tmp_path / "Llama-3.1-70B-Mine"))
+    (tmp_path / "Qwen3-8B").mkdir()
+    with pytest.raises(UserError, match=r"has no config\.json"):  # a directory that is there is read
+        model_config("model.path", str(tmp_path / "Qwen3-8B"))
 
 
 def test_larger_models_of_other_roles_are_counted(tmp_path: Any) -> None:
@@ -283,8 +324,7 @@ def test_larger_models_of_other_roles_are_counted(tmp_path: Any) -> None:
     config = config_of(QWEN2_1B, dtype="bfloat16")
     config = replace(config, model=replace(config.model, critic_path=str(tmp_path)))
     job = job_of(config, gpu="h200")
-    assert job.critic is not None
-    assert job.critic.num_layers == 14
+    assert job.trained["critic"].num_layers == 14
     assert static_bytes(job, "critic", 0).weights < 0.6 * static_bytes(job, "actor", 0).weights
 
 

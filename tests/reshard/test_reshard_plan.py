@@ -1,6 +1,8 @@
 """Plans: each byte once, nothing else, from the nearest and least busy holder; and errors that name the tensor."""
 
 import resource
+import subprocess
+import sys
 import time
 
 import numpy as np
@@ -233,3 +235,9 @@ def test_large_models_are_planned_in_seconds(size: str) -> None:
         p.numel for r in range(8) for p in targets[r].pieces
     )
     assert total["busiest_sender_bytes"] < 1.2 * total["mean_sender_bytes"]
+
+
+def test_planning_needs_neither_torch_nor_processes() -> None:
+    modules = ["parallel.layout", "tensors.megatron_map", "tensors.vllm_map", "tensors.coverage", "reshard.plan"]
+    imports = "; ".join(f"import hpc_rl.{m}" for m in [*modules, "reshard.bounds", "reshard.messages", "reshard.cache"])
+    subprocess.run([sys.executable, "-c", f"{imports}; import sys; sys.exit('torch' in sys.modules)"], check=True)

@@ -1,7 +1,5 @@
-"""The Resharder over real gloo ranks: every layout pair, deltas, planted faults, a killed rank."""
+"""The Resharder over real gloo ranks: every layout pair, deltas, verification, plans found again, export."""
 
-import os
-import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -15,59 +13,12 @@ from hpc_rl.errors import RunError, UserError
 from hpc_rl.parallel.layout import Layout
 from hpc_rl.reshard.cache import PlanCache
 from hpc_rl.reshard.connect import connect
-from hpc_rl.reshard.execute import Resharder
 from hpc_rl.reshard.export import export_from_ranks
-from hpc_rl.reshard.plan import make_plan
-from hpc_rl.tensors.canonical import ModelSpec
 from hpc_rl.tensors.hf import load_into, open_hf
-from hpc_rl.tensors.shardmap import ShardMap
-from tests.reshard.layouts import TRAINING, maps_of, pairs
+from tests.reshard.job import Job, failures
+from tests.reshard.layouts import TRAINING, pairs
 from tests.reshard.ranks import run_ranks
 from tests.tensors.models import CONFIGS, empty_locals, fill, random_tensors, spec_of
-
-Tensors = dict[str, torch.Tensor]
-
-
-class Job:
-    """One rank's source and target tensors of a tiny model."""
-
-    def __init__(self, rank: int, spec: ModelSpec, layout: Layout, gen_tp: int, dtypes=("float32", "float32")) -> None:
-        self.spec, self.rank = spec, rank
-        self.sources, self.targets = maps_of(spec, layout, gen_tp, dtypes)
-        self.source_map, self.target_map = self.sources[rank], self.targets[rank]
-        self.source = empty_locals(self.source_map, getattr(torch, dtypes[0]))
-        self.target = empty_locals(self.target_map, getattr(torch, dtypes[1]))
-        self.whole = random_tensors(spec)
-        fill(self.source_map, self.source, self.whole)
-
-    def resharder(self, **kw: Any) -> Resharder:
-        plan = make_plan(self.sources, self.targets, node_size=4)
-        return Resharder(
-            plan.of(self.rank), self.source, self.target, **{"timeout_s": 20.0, "bucket_bytes": 1 << 15, **kw}
-        )
-
-    def change(self, share: float, only: tuple[str, ...] = (), seed: int = 1) -> None:
-        """Changes that share of the elements of the canonical tensors, alike on all ranks."""
-        generator = torch.Generator().manual_seed(seed)
-        for name, value in self.whole.items():
-            flat = value.view(-1)
-            index = torch.randperm(flat.numel(), generator=generator)[: int(share * flat.numel())]
-            if not only or name in only:
-                flat[index] += 1
-        fill(self.source_map, self.source, self.whole)
-
-    def check(self) -> None:
-        expected = {k: torch.full_like(t, float("nan")) for k, t in self.target.items()}
-        fill(self.target_map, expected, self.whole)
-        for local, value in expected.items():
-            assert torch.equal(value.nan_to_num(7), self.target[local].nan_to_num(7)), (self.rank, local)
-
-
-def failures(results: list) -> list[str]:
-    for result in results:
-        if isinstance(result, AssertionError):
-            raise result
-    return [str(r) if isinstance(r, Exception) else "" for r in results]
 
 
 def every_pair(rank: int) -> list[tuple[int, int]]:
@@ -164,123 +115,6 @@ def test_frozen_tensors_stay_and_masks_replace_the_snapshot(tmp_path: Path) -> N
     assert one == thawed * 2 // 3, "fc1 (two thirds of an MLP) has no mask and travels whole, the rest not at all"
 
 
-def planted(rank: int, fault: str) -> None:
-    job = Job(rank, spec_of("qwen2"), TRAINING["PP2"], 2)
-    resharder = job.resharder(verify="off")
-    resharder.sync(1)
-    resharder.verify()
-    job.check()
-    if fault == "wrong element":
-        if rank == 5:
-            job.target["model.layers.3.mlp.down_proj.weight"][100] += 1e-3
-    elif fault == "wrong bias bit":
-        if rank == 2:
-            job.target["model.layers.0.self_attn.qkv_proj.bias"].view(torch.int32)[0] ^= 1
-    elif fault == "missed tensor":
-        old = job.target["model.layers.1.self_attn.o_proj.weight"].clone()
-        job.change(1.0)
-        resharder.sync(2)
-        if rank == 6:
-            job.target["model.layers.1.self_attn.o_proj.weight"].copy_(old)
-    elif fault == "stale weights":
-        old_target = {k: t.clone() for k, t in job.target.items()}
-        job.change(0.5)
-        resharder.sync(2)
-        if rank == 3:
-            for k, t in job.target.items():
-                t.copy_(old_target[k])
-    try:
-        if fault == "stale version":
-            resharder.sync(2 if rank != 4 else 1)
-        resharder.verify()
-    finally:
-        dist.barrier()  # no rank waits for another, and the group still works
-
-
-@pytest.mark.parametrize(
-    ("fault", "where", "what"),
-    [
-        ("wrong element", "rank 5", "model.layers.3.mlp.down_proj.weight"),
-        ("wrong bias bit", "rank 2", "model.layers.0.self_attn.q_proj.bias"),
-        ("missed tensor", "rank 6", "model.layers.1.self_attn.o_proj.weight"),
-        ("stale weights", "rank 3", "differs from"),
-        ("stale version", "rank", "version"),
-    ],
-)
-def test_planted_faults_stop_every_rank_by_name(fault: str, where: str, what: str, tmp_path: Path) -> None:
-    messages = failures(run_ranks(8, tmp_path, planted, fault))
-    assert len(set(messages)) == 1, "all ranks tell the same"
-    assert where in messages[0] and what in messages[0]
-
-
-def verification_at_each_sync(rank: int, mode: str) -> list[float]:
-    job = Job(rank, spec_of("qwen2"), TRAINING["PP2"], 2)
-    resharder = job.resharder(verify=mode)
-    return [resharder.sync(v)["seconds_verify"] for v in range(3)]
-
-
-@pytest.mark.parametrize(("mode", "verified"), [("always", (1, 1, 1)), ("first", (1, 0, 0)), ("off", (0, 0, 0))])
-def test_verification_runs_when_asked(mode: str, verified: tuple[int, ...], tmp_path: Path) -> None:
-    results = run_ranks(8, tmp_path, verification_at_each_sync, mode)
-    assert failures(results) == [""] * 8
-    assert all(tuple(int(s > 0) for s in seconds) == verified for seconds in results)
-
-
-class DiesWhenRead(dict):
-    """Source tensors of a rank that is killed in the middle of a sync."""
-
-    armed = False
-
-    def values(self):
-        if self.armed:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().values()
-
-
-def killed(rank: int, victim: int, when: str) -> float:
-    sizes = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 8000} if when == "middle" else {}
-    job = Job(rank, spec_of("qwen2", **sizes), TRAINING["PP4"], 1)
-    job.source = DiesWhenRead(job.source)
-    resharder = job.resharder(timeout_s=4.0, bucket_bytes=1 << 18)
-    resharder.sync(1)
-    if rank == victim and when == "middle":
-        signal.setitimer(signal.ITIMER_REAL, 0.03)  # SIGALRM ends it, somewhere in some 0.5 s of messages
-    else:
-        job.source.armed = rank == victim
-    begin = time.monotonic()
-    try:
-        resharder.sync(2)
-    except RunError as error:
-        assert resharder.version is None
-        raise RunError(f"{time.monotonic() - begin:.1f} {error}") from None
-    raise AssertionError("a sync without one of its ranks must not succeed")
-
-
-@pytest.mark.parametrize("when", ["start", "middle"])
-def test_a_killed_rank_makes_all_others_raise_in_time(when: str, tmp_path: Path) -> None:
-    messages = failures(run_ranks(8, tmp_path, killed, 3, when))
-    assert messages.pop(3) == ""
-    for message in messages:
-        seconds, _, text = message.partition(" ")
-        assert float(seconds) < 10, message
-        assert "rank 3" in text, message
-        assert ".weight" in text or ".bias" in text, "the tensor that did not come is named"
-
-
-def fails_in_the_middle(rank: int) -> None:
-    job = Job(rank, spec_of("qwen2"), TRAINING["TP4"], 2)
-    resharder = job.resharder(timeout_s=3.0)
-    resharder.sync(1)
-    if rank == 2:  # its storage is swapped for one of another size, as a broken off-load would
-        job.source["decoder.layers.1.mlp.linear_fc2.weight"].data = torch.zeros(5)
-    resharder.sync(2)
-
-
-def test_an_error_on_one_rank_is_told_by_all(tmp_path: Path) -> None:
-    messages = failures(run_ranks(8, tmp_path, fails_in_the_middle))
-    assert all("rank 2" in m for m in messages) and all(messages)
-
-
 def connected(rank: int, folder: str) -> list[float]:
     job = Job(rank, spec_of("qwen3_moe"), TRAINING["TP2EP2ETP1"], 4)
     times = []
@@ -303,49 +137,6 @@ def test_connect_plans_once_and_finds_the_plan_again(tmp_path: Path) -> None:
     assert failures(results) == [""] * 8
     assert len(list((tmp_path / "plans").glob("*/rank_*.json"))) == 8
     assert all(times[2] < 1e-3 for times in results), "a cached plan costs under a millisecond"
-
-
-def cannot_connect(rank: int, fault: str) -> None:
-    job = Job(rank, spec_of("qwen2"), TRAINING["TP2"], 2)
-    source_map, target_map = job.source_map, job.target_map
-    lost = "model.layers.2.mlp.down_proj.weight"
-    if fault == "uncovered" and rank == 6:
-        target_map = ShardMap(
-            target_map.specs, tuple(p for p in target_map.pieces if p.name != lost), target_map.padding
-        )
-    if fault == "twice" and rank == 1:
-        target_map = ShardMap(target_map.specs, (*target_map.pieces, target_map.pieces[5]), target_map.padding)
-    if fault == "no source":
-        source_map = ShardMap(
-            {k: v for k, v in source_map.specs.items() if k != lost},
-            tuple(p for p in source_map.pieces if p.name != lost),
-        )
-    if fault == "shape":
-        other = maps_of(spec_of("qwen2", intermediate_size=64), TRAINING["TP2"], 2)[0][rank]
-        source_map, job.source = other, empty_locals(other)
-    try:
-        connect((source_map, job.source), (target_map, job.target), timeout_s=20)
-    finally:
-        assert all(t.isnan().all() for t in job.target.values()), "no byte may move"
-
-
-@pytest.mark.parametrize(
-    ("fault", "message"),
-    [
-        ("uncovered", "rank 6: model.layers.2.mlp.down_proj.weight has 768 elements.*768 are left uncovered"),
-        ("twice", "rank 1: .*written more than once"),
-        ("no source", r"model.layers.2.mlp.down_proj.weight, of shape \[32, 48\] at the target, has no source"),
-        ("shape", r"mlp.gate_proj.weight is \[64, 32\] at the source, but \[48, 32\] at the target"),
-    ],
-)
-def test_what_does_not_fit_is_refused_on_all_ranks_before_a_byte_moves(
-    fault: str, message: str, tmp_path: Path
-) -> None:
-    results = run_ranks(8, tmp_path, cannot_connect, fault)
-    assert len(set(failures(results))) == 1
-    assert isinstance(results[0], UserError)
-    with pytest.raises(UserError, match=message):
-        raise results[0]
 
 
 def exported(rank: int, folder: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from hpc_rl.storage.files import Files
-from hpc_rl.storage.finish import Finish, Whole, finish, mark
+from hpc_rl.storage.finish import Finish, IndexFile, Whole, finish, mark
 from hpc_rl.storage.mpio import communicator, write_shared
 from hpc_rl.storage.plan import Holding, plan
 from hpc_rl.storage.shards import Member
@@ -56,7 +56,7 @@ def main(run_dir: Path) -> None:
     if comm.rank == 0:
         whole = Whole(SPECS, members, ("",) * comm.size)
         job = Finish({"driver": "mpio"}, {}, 2, 0, None, 0, 60.0)
-        finish(Files(), partial, partial.with_name("checkpoint_3_complete"), 3, whole, job, lambda: False)
+        finish(Files(), partial, partial.with_name("checkpoint_3_complete"), 3, whole, job, lambda: False, IndexFile())
 
 
 if __name__ == "__main__":

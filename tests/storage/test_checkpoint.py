@@ -69,6 +69,17 @@ def test_the_state_may_change_as_soon_as_save_returns(tmp_path: Path) -> None:
         assert assert_loads(one, 1) == {"a": [1, None, "x"]}
 
 
+def test_prepare_leaves_only_the_copy_to_the_first_save(tmp_path: Path) -> None:
+    with checkpointer(tmp_path) as one:
+        one.prepare(state(1), {"rng": b"12345"})
+        assert one._spool is not None
+        buffer, whole = one._spool.buffer.tensor, one._whole
+        one.save(1, state(1), {}, {"rng": b"54321"})
+        assert one._spool.buffer.tensor is buffer and one._whole is whole
+        one.wait()
+        assert_loads(one, 1)
+
+
 def test_with_overlap_it_may_change_after_the_fence(tmp_path: Path) -> None:
     with checkpointer(tmp_path, Slow()) as one:
         saved = state(1)
@@ -314,4 +325,4 @@ def test_what_is_not_json_is_refused_before_anything_is_written(tmp_path: Path) 
 def test_the_manifest_reads_as_plain_json(saved: Path) -> None:
     content = json.loads((saved / "checkpoints" / "checkpoint_1_complete" / "manifest.json").read_text())
     assert (content["step"], content["schema"]) == (1, 1)
-    assert set(content["files"]) == {"index.h5", "shards/rank_00000.h5"}
+    assert set(content["files"]) == {"index.h5", "digests.bin", "shards/rank_00000.h5"}

@@ -93,7 +93,7 @@ def newest_or_raise(run_dir: Path) -> None:
     Checkpointer(run_dir, CheckpointConfig()).load(path, {"actor": component(Layout(num_layers=1), 0)})
 
 
-@pytest.mark.parametrize("name", ["manifest.json", "index.h5", "shards/rank_00001.h5"])
+@pytest.mark.parametrize("name", ["manifest.json", "index.h5", "digests.bin", "shards/rank_00001.h5"])
 def test_a_missing_file_is_named_and_the_checkpoint_before_is_used(
     tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -52,6 +52,7 @@ def test_a_whole_checkpoint_survives_a_power_loss_anywhere(run_dir: Path, step: 
 LOSSES = {
     "shards": lambda op: op[0] == "fsync" and "shards" in op[1].parts,
     "index": lambda op: op[0] == "fsync" and op[1].name == "index.h5",
+    "digests": lambda op: op[0] == "fsync" and op[1].name == "digests.bin",
     "manifest": lambda op: op[0] == "fsync" and op[1].name == "manifest.json",
     "entries": lambda op: op[0] == "fsync_dir" and "_partial_" in str(op[1]),
     "everything": lambda op: op[0] in ("fsync", "fsync_dir"),

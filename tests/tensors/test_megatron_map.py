@@ -59,8 +59,7 @@ def pipeline_layout(layout: Layout, num_layers: int) -> list[list[str]]:
     return [["embedding", *stages[0]], *stages[1:-1], [*stages[-1], "loss"]]
 
 
-def megatron_parameters(spec: ModelSpec, layout: Layout) -> dict[str, torch.nn.Parameter]:
-    """Local name -> parameter, of this rank's chunks of a GPTModel."""
+def transformer_config(spec: ModelSpec, layout: Layout) -> TransformerConfig:
     moe = {}
     if spec.num_experts:
         moe = {
@@ -71,7 +70,7 @@ def megatron_parameters(spec: ModelSpec, layout: Layout) -> dict[str, torch.nn.P
             "moe_token_dispatcher_type": "allgather",  # alltoall wants a CUDA stream
             "add_bias_linear": False,
         }
-    config = TransformerConfig(
+    return TransformerConfig(
         num_layers=spec.num_layers,
         hidden_size=spec.hidden_size,
         ffn_hidden_size=spec.intermediate_size,
@@ -92,6 +91,11 @@ def megatron_parameters(spec: ModelSpec, layout: Layout) -> dict[str, torch.nn.P
         use_cpu_initialization=True,
         **({"add_bias_linear": False} | moe),
     )
+
+
+def megatron_parameters(spec: ModelSpec, layout: Layout) -> dict[str, torch.nn.Parameter]:
+    """Local name -> parameter, of this rank's chunks of a GPTModel."""
+    config = transformer_config(spec, layout)
     out = {}
     for v in range(layout.vpp):
         stage = v if layout.vpp > 1 else None

@@ -60,7 +60,7 @@ def run_and_die(config: Config, phase: str, step: int, victim: int) -> None:
     elif phase == "actor":
         job.actor.train_batch = deadly(job.actor.train_batch, 2)  # type: ignore[method-assign]
     elif phase == "reshard":
-        job.resharder.sync = deadly(job.resharder.sync)  # type: ignore[method-assign]
+        job.resharder.sync = deadly(job.resharder.sync, 2)  # type: ignore[method-assign]
     else:  # the save is in flight: the call after it has begun
         job.checkpointer.poll = deadly(job.checkpointer.poll)  # type: ignore[method-assign]
     trainer.train()
@@ -77,3 +77,15 @@ def rollouts(run_dir: str | Path) -> dict[tuple[int, int, int], tuple[list[int],
                 found[step, int(row["prompt_ids"]), int(row["sample_ids"])] = (ids, float(row["scores"]))
                 begin = int(row["token_end"])
     return found
+
+
+def stop_by_signal(config: Config, number: int, victim: int) -> tuple[str | None, int]:
+    """One rank is told to stop in its first step; (signal that all ranks agreed on, steps done)."""
+    os.environ["HPC_RL_LOCAL"] = "1"
+    trainer = RLTrainer(config)
+    if rank() == victim:
+        os.kill(os.getpid(), number)
+    trainer.train()
+    result = (trainer.stopped_by.name if trainer.stopped_by else None, trainer.steps_done)
+    trainer.close()
+    return result

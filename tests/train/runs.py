@@ -44,9 +44,9 @@ def mismatch(config: Config) -> list[float]:
     """max |log-prob of vLLM - log-prob of the trainer| over one step's samples, before and after an update."""
     os.environ["HPC_RL_LOCAL"] = "1"
     trainer = RLTrainer(config)
-    worst = [_mismatch_now(trainer, 1)]
-    trainer.step(2)
-    worst.append(_mismatch_now(trainer, 3))
+    worst = [_mismatch_now(trainer, 7)]
+    trainer.step(1)
+    worst.append(_mismatch_now(trainer, 8))
     trainer.close()
     return worst
 

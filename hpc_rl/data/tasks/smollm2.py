@@ -67,6 +67,12 @@ def hf_name(name: str) -> str:
     return f"model.layers.{layer}.{LAYER_NAMES[part]}.weight"
 
 
+def layer_of(name: str) -> int:
+    """The layer that an HF name speaks of; -1 for what stands outside the layers."""
+    parts = name.split(".")
+    return int(parts[2]) if parts[1] == "layers" else -1
+
+
 def split_rotary_pairs(rows: np.ndarray, num_heads: int) -> np.ndarray:
     """Undoes GGUF's order of query and key rows within a head.
 
@@ -82,13 +88,15 @@ def split_rotary_pairs(rows: np.ndarray, num_heads: int) -> np.ndarray:
 
 
 def read_weights(reader: Any, config: LlamaConfig) -> dict[str, Tensor]:
-    """All tensors of a GGUF Llama file by HF's name, float32."""
+    """All tensors that ``config`` has layers for, of a GGUF Llama file, by HF's name, float32."""
     from gguf.quants import dequantize
 
     weights = {}
     for tensor in reader.tensors:
-        values = dequantize(tensor.data, tensor.tensor_type)
         name = hf_name(tensor.name)
+        if layer_of(name) >= config.num_hidden_layers:
+            continue
+        values = dequantize(tensor.data, tensor.tensor_type)
         if name.endswith("q_proj.weight"):
             values = split_rotary_pairs(values, config.num_attention_heads)
         elif name.endswith("k_proj.weight"):
@@ -140,13 +148,14 @@ def read_tokenizer(metadata: dict[str, Any]) -> PreTrainedTokenizerFast:
     return fast
 
 
-def convert(gguf: Path, directory: Path, dtype: torch.dtype) -> None:
+def convert(gguf: Path, directory: Path, dtype: torch.dtype, num_layers: int | None = None) -> None:
     """Writes config, safetensors, tokenizer and generation config of a GGUF Llama file into ``directory``."""
     from gguf import GGUFReader
 
     reader = GGUFReader(gguf)
     metadata = {name: field.contents() for name, field in reader.fields.items()}
     config = read_config(metadata)
+    config.num_hidden_layers = min(num_layers or config.num_hidden_layers, config.num_hidden_layers)
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
     missing, unexpected = model.load_state_dict(read_weights(reader, config), strict=False, assign=True)
@@ -163,12 +172,13 @@ def convert(gguf: Path, directory: Path, dtype: torch.dtype) -> None:
     ).save_pretrained(directory)
 
 
-def make(directory: Path, dtype: str = "float32", force: bool = False) -> bool:
+def make(directory: Path, dtype: str = "float32", num_layers: int | None = None, force: bool = False) -> bool:
     """Makes the HF directory, or leaves the one that is there.
 
     Args:
         directory: appears whole, by a rename, or not at all.
         dtype: of the weights, ``float32`` or ``bfloat16``.
+        num_layers: the first so many of its 30 layers, for a small critic; None: all.
         force: make it anew.
     Returns: whether it was made.
     Raises: UserError if packages are missing, or ``directory`` holds something else.
@@ -179,7 +189,7 @@ def make(directory: Path, dtype: str = "float32", force: bool = False) -> bool:
         raise UserError(f"{directory}: holds files but no model: choose an empty place, or --force to replace it")
     gguf = gguf_path()
     with whole_directory(directory) as scratch:
-        convert(gguf, scratch, DTYPES[dtype])
+        convert(gguf, scratch, DTYPES[dtype], num_layers)
     return True
 
 
@@ -191,10 +201,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("directory", type=Path, help="the HF directory to make; one that is there is left alone")
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="float32", help="of the weights (default float32)")
+    parser.add_argument("--layers", type=int, help="keep the first so many of its 30 layers, for a small critic")
     parser.add_argument("--force", action="store_true", help="replace what is there")
     arguments = parser.parse_args(argv)
     try:
-        made = make(arguments.directory, arguments.dtype, arguments.force)
+        if arguments.layers is not None and arguments.layers < 1:
+            raise UserError(f"--layers {arguments.layers}: must be at least 1")
+        made = make(arguments.directory, arguments.dtype, arguments.layers, arguments.force)
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
