@@ -213,4 +213,5 @@ def test_explicit_values_win_over_published_ones(write) -> None:  # type: ignore
 
 
 def test_unknown_algorithm_is_refused_with_the_nearest(write) -> None:  # type: ignore[no-untyped-def]
-    refused("algorithm.name = gropo.*did you mean grpo", lambda: load_config(write(""), ["algorithm.name=gropo"]))
+    with refused("algorithm.name = gropo", "", "did you mean grpo"):
+        load_config(write(""), ["algorithm.name=gropo"])
