@@ -39,6 +39,7 @@ class ParallelConfig:
     sequence_parallel: bool = Field(True, description="shard activations between TP regions too (with tp > 1)")
     offload: bool = Field(False, description="training state to host memory while generating (GPU)")
     recompute: Literal["none", "full"] = Field("none", description="recompute activations in the backward pass")
+    auto: bool = Field(False, description="`parallel: auto`: tp, pp, rollout.tp, offload and recompute as `hpc-rl plan` chooses them")
 
 
 @_frozen
