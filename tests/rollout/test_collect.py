@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from hpc_rl.batch import Batch
-from hpc_rl.config import AlgorithmConfig, Config
+from hpc_rl.config import AlgorithmConfig, Config, RewardConfig
 from hpc_rl.errors import RunError
-from hpc_rl.rollout.collect import choose_groups, group_means, num_informative, staleness
+from hpc_rl.rollout.collect import choose_groups, group_means, num_informative, rollout_key, staleness
 from hpc_rl.rollout.protocol import Prompt, Request, Sample
 from hpc_rl.rollout.sampler import samples_to_batch, sort_batch
 
@@ -71,3 +73,15 @@ def test_staleness_of_empty_responses() -> None:
     batch = samples_to_batch([Sample(request, (), (), True, 3, "", 0.0)], [0.0])
     assert staleness(batch, Config(), 4) == {"off_policy_steps_mean": 0.0, "off_policy_steps_max": 0.0}
     assert torch.equal(batch["versions"], torch.tensor([3]))
+
+
+def test_samples_scored_by_other_code_are_not_taken_from_the_journal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "my_reward.py").write_text("def score(prompt, response, fields): return 0.0\n")
+    config = Config(reward=RewardConfig(function="my_reward:score"))
+    before = rollout_key(config)
+    assert rollout_key(config) == before
+    (tmp_path / "my_reward.py").write_text("def score(prompt, response, fields): return 1.0\n")
+    assert rollout_key(config) != before
