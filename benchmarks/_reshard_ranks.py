@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hpc_rl.parallel.layout import Layout
+from hpc_rl.parallel.layout import Layout, replica_of
 from hpc_rl.reshard.execute import Resharder
 from hpc_rl.reshard.plan import RankPlan, make_plan
 from hpc_rl.tensors.canonical import ModelSpec
@@ -60,7 +60,7 @@ def _held(
     spec: ModelSpec, layout: Layout, gen_tp: int, rank: int, device: str
 ) -> tuple[RankPlan, dict[str, Tensor], dict[str, Tensor]]:
     sources = [megatron_shard_map(spec, layout, r) for r in range(layout.world_size)]
-    targets = [vllm_shard_map(spec, gen_tp, r % gen_tp) for r in range(layout.world_size)]
+    targets = [vllm_shard_map(spec, gen_tp, replica_of(r, gen_tp, layout.tp)[1]) for r in range(layout.world_size)]
     plan = make_plan(sources, targets).of(rank)
     return plan, tensors_of(sources[rank], device, True), tensors_of(targets[rank], device, False)
 

@@ -13,7 +13,7 @@ import torch
 
 from benchmarks import bar
 from benchmarks._reshard_ranks import gloo_rank, in_process, nccl_rank, on_ranks
-from hpc_rl.parallel.layout import Layout
+from hpc_rl.parallel.layout import Layout, replica_of
 from hpc_rl.reshard.bounds import coverage_errors, plan_summary
 from hpc_rl.reshard.plan import Plan, make_plan
 from hpc_rl.tensors.canonical import ModelSpec
@@ -84,7 +84,7 @@ def maps_of(spec: ModelSpec, layout: Layout, gen_tp: int) -> tuple[list[ShardMap
     """(source, target) maps of every rank."""
     ranks = range(layout.world_size)
     return [megatron_shard_map(spec, layout, r) for r in ranks], [
-        vllm_shard_map(spec, gen_tp, r % gen_tp) for r in ranks
+        vllm_shard_map(spec, gen_tp, replica_of(r, gen_tp, layout.tp)[1]) for r in ranks
     ]
 
 

@@ -30,7 +30,7 @@ from hpc_rl.rollout.vllm import VLLMEngine
 from hpc_rl.storage.checkpoint import Checkpointer
 from hpc_rl.storage.lock import RunLock
 from hpc_rl.tensors.canonical import VALUE_HEAD, ModelSpec
-from hpc_rl.tensors.hf import load_into, open_hf
+from hpc_rl.tensors.hf import check_names, load_into, open_hf
 from hpc_rl.tensors.random_init import fill_random
 from launch.env import RankInfo, detect, export_torch_env, job_id
 from launch.nodes import check_nodes
@@ -76,6 +76,11 @@ def build(config: Config) -> Job:
     prompts = PromptSet.from_config(config, tokenizer, reward.required_fields)
     stream = PromptStream(prompts, config.seed, config.data.shuffle, config.data.prompts_per_step)
     parallel = join(config)
+    if parallel.device.type == "cuda" and config.rollout.sleep_level == 2 and config.reshard.snapshot != "none":
+        raise UserError(
+            f"reshard.snapshot = {config.reshard.snapshot} has no effect with rollout.sleep_level = 2, which gives vLLM's "
+            "weights away each step, so that all of them travel: set rollout.sleep_level to 0 or 1, or reshard.snapshot=none"
+        )
     if parallel.rank == 0:
         say(f"Prompts: {prompts.summary()}")
     actor = build_engine("actor", config, parallel)
@@ -147,7 +152,9 @@ def build_engine(role: str, config: Config, parallel: ParallelState) -> Megatron
         if path is None:
             fill_random(*engine.shard_map(), engine.spec, config.seed)
         else:
-            load_into(*engine.shard_map(), open_hf(path), optional=(VALUE_HEAD,) if role == "critic" else ())
+            directory, optional = open_hf(path), (VALUE_HEAD,) if role == "critic" else ()
+            check_names(directory, engine.spec, optional)
+            load_into(*engine.shard_map(), directory, optional)
     except Exception as caught:  # the other ranks wait in `agree` to hear of it
         error = caught
     agree(error)
@@ -180,6 +187,7 @@ def build_sampler(
         seed=config.seed,
         device=parallel.device.type,
         tokenizer=tokenizer,
+        train_tp=config.parallel.tp,
     )
 
 

@@ -51,7 +51,7 @@ def evaluate(
         for sample in range(num_samples)
     ]
     gen_tp = config.rollout.tp or config.parallel.tp
-    replica, place = replica_of(rank(), gen_tp)
+    replica, place = replica_of(rank(), gen_tp, config.parallel.tp)
     judge = Judge(reward)
     share = assign(requests, replica, world_size() // gen_tp)
     samples = sampler.generate(share, judge if place == 0 else None, temperature=config.eval.temperature)

@@ -23,7 +23,7 @@ from hpc_rl.export import Source, has_tokenizer, open_source
 from hpc_rl.parallel import state as parallel_state
 from hpc_rl.reshard.export import export_from_ranks
 from hpc_rl.tensors.canonical import VALUE_HEAD, ModelSpec
-from hpc_rl.tensors.hf import HFDirectory, load_into, open_hf
+from hpc_rl.tensors.hf import HFDirectory, check_names, load_into, open_hf
 from hpc_rl.tensors.hf_export import files_of
 from hpc_rl.tensors.shardmap import view
 from launch.env import detect, export_torch_env
@@ -71,6 +71,7 @@ class LoadedModel:
     def _fill(self, source: HFDirectory | Source) -> None:
         shard_map, tensors = self.engine.shard_map()
         if isinstance(source, HFDirectory):
+            check_names(source, self.engine.spec)
             load_into(shard_map, tensors, source)
             return
         for local in shard_map.padding:

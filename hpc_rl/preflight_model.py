@@ -13,7 +13,7 @@ from hpc_rl.config import Config
 from hpc_rl.config_check import check_model_keys, read_hf_config, read_hf_config_file
 from hpc_rl.data.tokenizer import TokenizerFacts, tokenizer_facts, tokenizer_path
 from hpc_rl.errors import UserError
-from hpc_rl.tensors.canonical import EMBEDDING, ModelSpec
+from hpc_rl.tensors.canonical import CLASSIFIER, EMBEDDING, IGNORED_SUFFIX, OUTPUT, VALUE_HEAD, ModelSpec
 
 _INDEX = "model.safetensors.index.json"
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
@@ -93,6 +93,31 @@ def check_weights(key: str, directory: Path, hf_config: Mapping[str, Any]) -> No
             f"{key} = {directory}: {EMBEDDING} is {shape}, but config.json says [vocab_size, hidden_size] = "
             f"{expected}: the weights and config.json are of different models: fetch both again"
         )
+    _check_names(key, directory, hf_config, header)
+
+
+def _check_names(key: str, directory: Path, hf_config: Mapping[str, Any], header: Mapping[str, Any]) -> None:
+    """Every tensor of the architecture is there and none beside: what no model reads would be dropped in silence."""
+    spec = ModelSpec.from_hf_config(hf_config)
+    if spec.moe_layers:  # experts are stored in more than one way
+        return
+    wanted, spare = spec.tensors(), {OUTPUT, VALUE_HEAD, CLASSIFIER}
+    for name in header:
+        if name not in wanted and name not in spare and not name.endswith(IGNORED_SUFFIX):
+            raise UserError(
+                f"{key} = {directory}: holds {name} {header[name]['shape']}, which a {spec.model_type} model with this "
+                "config.json does not have: correct config.json (attention_bias, model_type), or take the tensor out"
+            )
+    for name, shape in wanted.items():
+        if name in spare:  # which of the heads is needed depends on the role
+            continue
+        if name not in header:
+            raise UserError(f"{key} = {directory}: has no {name} {list(shape)}: fetch the model again")
+        if header[name]["shape"] != list(shape):
+            raise UserError(
+                f"{key} = {directory}: {name} is {header[name]['shape']}, but config.json asks for {list(shape)}: the "
+                "weights and config.json are of different models: fetch both again"
+            )
 
 
 def _weight_files(key: str, directory: Path) -> list[Path]:

@@ -157,6 +157,25 @@ def _split(rank: int, sizes: tuple[int, ...]) -> list[int]:
     return out
 
 
-def replica_of(rank: int, gen_tp: int) -> tuple[int, int]:
-    """(replica, tensor-parallel rank) of ``rank`` in generation: vLLM groups ``gen_tp`` neighbouring ranks."""
-    return rank // gen_tp, rank % gen_tp
+def replica_of(rank: int, gen_tp: int, train_tp: int = 1) -> tuple[int, int]:
+    """(replica, tensor-parallel rank) of ``rank`` in generation.
+
+    A replica is ``gen_tp`` neighbouring ranks; where training cuts finer, every (train_tp / gen_tp)-th rank of a training
+    TP group, so that each rank's generation shard holds its training shard: the rest of it alone has to move.
+
+    Source: micro data-parallel groups of HybridFlow, arXiv 2409.19256, section 5.3.
+    """
+    if gen_tp >= train_tp or train_tp % gen_tp:
+        return divmod(rank, gen_tp)
+    micro_dp = train_tp // gen_tp
+    group, place = divmod(rank, train_tp)
+    return group * micro_dp + place % micro_dp, place // micro_dp
+
+
+def generation_order(world_size: int, gen_tp: int, train_tp: int = 1) -> list[int]:
+    """All ranks, replica by replica, by tensor-parallel rank within each: the inverse of `replica_of`."""
+    order = [0] * world_size
+    for rank in range(world_size):
+        replica, place = replica_of(rank, gen_tp, train_tp)
+        order[replica * gen_tp + place] = rank
+    return order

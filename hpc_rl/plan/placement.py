@@ -32,7 +32,7 @@ def _rank_row(job: PlannedJob, rank: int) -> dict[str, Any]:
     row: dict[str, Any] = {"rank": rank, "node": rank // job.gpus_per_node, "gpu": rank % job.gpus_per_node}
     row |= {"tp": at.tp, "pp": at.pp, "dp": at.dp, "holds": stage_words(job, at.pp)}
     if job.has_rollouts:
-        row["replica"], row["generation_tp"] = replica_of(rank, job.generation_tp)
+        row["replica"], row["generation_tp"] = replica_of(rank, job.generation_tp, job.layout.tp)
     return row
 
 

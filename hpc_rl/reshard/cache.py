@@ -1,9 +1,13 @@
-"""Plans kept for the next time the same layouts meet: in memory, and on disk as one small JSON file per rank."""
+"""Plans kept for the next time the same layouts meet: in memory, and on disk as one small JSON file per rank.
+
+A file begins with a digest of what follows: a plan damaged on disk is made again, never followed.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,6 +15,8 @@ from typing import Any
 
 from hpc_rl.reshard.plan import PLANNER_VERSION, Dtypes, Link, RankPlan
 from hpc_rl.tensors.shardmap import Piece, ShardMap
+
+log = logging.getLogger(__name__)
 
 
 def map_digest(shard_map: ShardMap) -> str:
@@ -20,9 +26,10 @@ def map_digest(shard_map: ShardMap) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def plan_key(digests: Iterable[str], node_size: int) -> str:
+def plan_key(digests: Iterable[str], node_size: int, allow_unused: bool = False) -> str:
     """The name of the plan between maps with these fingerprints, of this version of the planner."""
-    return hashlib.sha256(json.dumps([PLANNER_VERSION, node_size, *digests]).encode()).hexdigest()[:32]
+    text = json.dumps([PLANNER_VERSION, node_size, allow_unused, *digests])
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 class PlanCache:
@@ -41,25 +48,37 @@ class PlanCache:
         plan = self._plans.get((key, rank))
         if plan is None and self._directory is not None:
             try:
-                plan = _from_json(json.loads(self._path(key, rank).read_text()))
-            except (OSError, ValueError, TypeError, KeyError, IndexError):
-                return None  # absent, or damaged: the caller plans again and overwrites it
+                digest, _, text = self._path(key, rank).read_bytes().partition(b"\n")
+            except OSError:
+                return None
+            if digest != _digest(text):
+                return None  # damaged: the caller plans again and overwrites it
+            plan = _from_json(json.loads(text))
             self._plans[key, rank] = plan
         return plan
 
     def put(self, key: str, plan: RankPlan) -> None:
-        """Keeps a plan. A file is written whole or not at all."""
+        """Keeps a plan. A file is written whole or not at all; where it cannot be, a warning says so."""
         self._plans[key, plan.rank] = plan
-        if self._directory is not None:
-            path = self._path(key, plan.rank)
+        if self._directory is None:
+            return
+        text = json.dumps(_to_json(plan), separators=(",", ":")).encode()
+        path = self._path(key, plan.rank)
+        partial = path.with_suffix(f".{os.getpid()}.partial")
+        try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            partial = path.with_suffix(f".{os.getpid()}.partial")
-            partial.write_text(json.dumps(_to_json(plan), separators=(",", ":")))
+            partial.write_bytes(_digest(text) + b"\n" + text)
             partial.replace(path)
+        except OSError as error:
+            log.warning("the reshard plan cannot be kept in %s (%s): the next start plans again", path.parent, error)
 
     def _path(self, key: str, rank: int) -> Path:
         assert self._directory is not None
         return self._directory / key / f"rank_{rank:05d}.json"
+
+
+def _digest(text: bytes) -> bytes:
+    return hashlib.sha256(text).hexdigest().encode()
 
 
 def _piece(p: Piece) -> list[Any]:

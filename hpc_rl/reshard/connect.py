@@ -12,7 +12,7 @@ from hpc_rl.config import ReshardConfig
 from hpc_rl.errors import UserError
 from hpc_rl.reshard.bounds import coverage_errors
 from hpc_rl.reshard.cache import PlanCache, map_digest, plan_key
-from hpc_rl.reshard.execute import Resharder
+from hpc_rl.reshard.execute import Resharder, misfit
 from hpc_rl.reshard.plan import RankPlan, make_plan
 from hpc_rl.tensors.coverage import check_local_coverage
 from hpc_rl.tensors.shardmap import ShardMap
@@ -49,8 +49,10 @@ def connect(
         UserError: on all ranks, naming the tensor that is uncovered, covered twice, unknown, or of another shape.
     """
     values = config or ReshardConfig()
+    plan = plan_for(source[0], target, cache or PlanCache(), group, node_size, allow_unused)
+    raise_on_all(misfit(plan, source[1], target[1]), group)
     return Resharder(
-        plan_for(source[0], target, cache or PlanCache(), group, node_size, allow_unused),
+        plan,
         source[1],
         target[1],
         group=group,
@@ -78,14 +80,13 @@ def plan_for(
     facts = all_gather((map_digest(source), map_digest(target[0]), error), group, alone)
     if errors := [e for _, _, e in facts if e]:
         raise UserError(errors[0])
-    key = plan_key([x for s, t, _ in facts for x in (s, t)], node_size)
+    key = plan_key([x for s, t, _ in facts for x in (s, t)], node_size, allow_unused)
     plan = cache.get(key, rank)
     if not all(all_gather(plan is not None, group, alone)):
         sources = _gather_distinct(source, [s for s, _, _ in facts], rank, group, alone)
         targets = _gather_distinct(target[0], [t for _, t, _ in facts], rank, group, alone)
         whole = make_plan(sources, targets, node_size, allow_unused)
-        if errors := coverage_errors(whole, targets, [rank]):
-            raise UserError(errors[0])
+        raise_on_all(next(iter(coverage_errors(whole, targets, [rank])), ""), group)
         plan = whole.of(rank)
         cache.put(key, plan)
     assert plan is not None, "every rank has a plan"

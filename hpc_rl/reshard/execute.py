@@ -34,7 +34,8 @@ class Resharder:
         store: the job's key-value store; None: the default group's.
         bucket_bytes: staging space of one round; two are in flight.
         timeout_s: longest wait for another rank.
-        verify: compare digests of targets and sources after each sync, after the first one, or never.
+        verify: compare digests of targets and sources after each sync, after the first one (and the first after a failure), or
+            never.
         snapshot: where to keep what was last sent, so that only changes travel; ``none``: all travels, every time.
         frozen: canonical names of tensors that never change: they travel in the first sync only.
         name: told apart from other resharders in the store.
@@ -62,8 +63,9 @@ class Resharder:
         self.plan, self._sources, self._targets = plan, sources, targets
         self._share = share_bytes(bucket_bytes, plan.max_peers)
         self._verify, self._frozen = verify, frozenset(frozen)
-        self._snapshot = Snapshot(snapshot) if snapshot != "none" else None
-        _check_tensors(plan, sources, targets)
+        self._snapshot, self._verified = (Snapshot(snapshot) if snapshot != "none" else None), False
+        if error := misfit(plan, sources, targets):
+            raise UserError(error)
         if store is None and plan.num_ranks > 1:
             store = dist.distributed_c10d._get_default_store()
         self._agreement = Agreement(store, name, plan.rank, plan.num_ranks, timeout_s)
@@ -87,7 +89,7 @@ class Resharder:
 
         Raises:
             RunError: on every rank, naming the rank and the tensor where it began. The targets are then undefined until
-                the next sync, which is a full one.
+                the next sync, which is a full one; after a time-out gloo has closed the connection, and only a new job helps.
         """
         begin = time.perf_counter()
         delta = self.version is not None and (self._snapshot is not None or changed is not None)
@@ -100,7 +102,7 @@ class Resharder:
             if self._device.type == "cuda":
                 torch.cuda.current_stream().synchronize()
         seconds, seconds_verify = time.perf_counter() - begin, 0.0
-        if self._verify == "always" or (self._verify == "first" and first):
+        if self._verify == "always" or (self._verify == "first" and not self._verified):
             seconds_verify = self.verify()
         self._agreement.meet(str(version), "version")
         self.version = version
@@ -126,6 +128,7 @@ class Resharder:
             if problems:  # only now, when no other rank waits for digests
                 raise RunError(problems[0])
         self._agreement.meet("compared", "state")
+        self._verified = True
         return time.perf_counter() - begin
 
     def invalidate(self) -> None:
@@ -193,6 +196,7 @@ class Resharder:
         except Exception as error:
             self.version = None
             text = one_line(error) if isinstance(error, RunError) else f"{type(error).__name__}: {one_line(error)}"
+            self._verified = False
             self._agreement.fail_next(f"rank {self.plan.rank}: {what}: {text}")
 
 
@@ -206,31 +210,20 @@ def _problems(wrong: list[int], links: Sequence[Link], source: int) -> list[str]
     ]
 
 
-def _check_tensors(plan: RankPlan, sources: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> None:
-    links = [x for _, some in plan.sends for x in some], [x for _, some in plan.receives for x in some]
-    for pieces, dtypes, tensors, what in (
-        (
-            [x.source for x in (*plan.local, *links[0])],
-            [x.dtypes.source for x in (*plan.local, *links[0])],
-            sources,
-            "source",
-        ),
-        (
-            [x.target for x in (*plan.local, *links[1])],
-            [x.dtypes.target for x in (*plan.local, *links[1])],
-            targets,
-            "target",
-        ),
-    ):
-        for piece, dtype in zip(pieces, dtypes, strict=True):
+def misfit(plan: RankPlan, sources: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> str:
+    """Names the first box of ``plan`` whose local tensor is not there or does not hold it; "" if all are well."""
+    sends, receives = [x for _, some in plan.sends for x in some], [x for _, some in plan.receives for x in some]
+    for links, tensors, what in (((*plan.local, *sends), sources, "source"), ((*plan.local, *receives), targets, "target")):
+        for link in links:
+            piece, dtype = getattr(link, what), getattr(link.dtypes, what)
             tensor = tensors.get(piece.local)
             if tensor is None:
-                raise UserError(
-                    f"{piece.name} should be in the {what} tensor {piece.local}, which rank {plan.rank} lacks"
-                )
+                return f"{piece.name} should be in the {what} tensor {piece.local}, which rank {plan.rank} lacks"
             last = piece.offset + sum((n - 1) * k for n, k in zip(piece.shape, piece.strides, strict=True))
             if last >= tensor.numel() or not tensor.is_contiguous() or tensor.dtype != getattr(torch, dtype):
-                raise UserError(
-                    f"{piece.name} of shape {list(piece.shape)} does not fit the {what} tensor {piece.local}, which is "
-                    f"{tensor.dtype} {list(tensor.shape)}, not a contiguous {dtype} tensor of over {last} elements"
+                return (
+                    f"rank {plan.rank}: {piece.name} of shape {list(piece.shape)} does not fit the {what} tensor "
+                    f"{piece.local}, which is {tensor.dtype} {list(tensor.shape)}, not a contiguous {dtype} tensor of over "
+                    f"{last} elements"
                 )
+    return ""

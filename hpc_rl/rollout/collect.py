@@ -78,7 +78,7 @@ class Collector:
 
     def __init__(self, sampler: RolloutEngine, reward: RewardFunction, config: Config, step: int) -> None:
         gen_tp = config.rollout.tp or config.parallel.tp
-        self._replica, place = replica_of(rank(), gen_tp)
+        self._replica, place = replica_of(rank(), gen_tp, config.parallel.tp)
         self._num_replicas = world_size() // gen_tp
         self._sampler, self._reward, self._config, self._step = sampler, reward, config, step
         self._needs_greedy = algorithm(config.algorithm.name).needs_greedy

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hpc_rl.config import RolloutConfig
 from hpc_rl.errors import RunError, UserError
+from hpc_rl.parallel.layout import generation_order
 from hpc_rl.rollout import vllm_compat as compat
 from hpc_rl.rollout.protocol import Request, Sample
 from hpc_rl.rollout.stopping import StopStrings
@@ -35,7 +36,7 @@ class _Running:
 
 
 class VLLMEngine:
-    """A vLLM replica on ``tp`` consecutive ranks of the torch.distributed job; world size / tp replicas in all.
+    """A vLLM replica on ``tp`` ranks of the torch.distributed job, as `replica_of` groups them; world size / tp in all.
 
     Every rank constructs it at the same time. Its weights are undefined until all of them were written through
     ``shard_map()``, followed by ``set_version``. Log-probs of samples are those of log_softmax(logits / temperature)
@@ -50,6 +51,7 @@ class VLLMEngine:
         seed: of vLLM's own generators, which no request uses.
         device: ``cpu`` or ``cuda``.
         tokenizer: decodes responses and names the EOS token; None: empty texts, EOS from ``config.json``.
+        train_tp: tensor-parallel size of training, by which ranks are grouped.
 
     Raises:
         UserError: sizes that do not fit, stop strings without a tokenizer, a model without a shard map.
@@ -66,6 +68,7 @@ class VLLMEngine:
         seed: int,
         device: str,
         tokenizer: Any = None,
+        train_tp: int = 1,
     ) -> None:
         world_size = dist.get_world_size() if dist.is_initialized() else 1
         if world_size % tp:
@@ -87,7 +90,7 @@ class VLLMEngine:
         )
         job = _shared_name()
         with GUARD.start():
-            self._core = compat.build_core(values, device, job)
+            self._core = compat.build_core(values, device, job, generation_order(world_size, tp, train_tp))
             if config.top_p < 1 or config.top_k > 0:
                 compat.report_untruncated_log_probs(self._core)
             self._map, self._local = live_shard_map(compat.live_model(self._core))

@@ -12,7 +12,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -85,13 +85,14 @@ def engine_arguments(
     return values
 
 
-def build_core(values: dict[str, Any], device: str, job: str) -> Any:
+def build_core(values: dict[str, Any], device: str, job: str, order: Sequence[int]) -> Any:
     """An EngineCore in this process, on the ranks of the initialised torch.distributed job.
 
     Args:
         values: engine arguments.
         device: ``cpu`` or ``cuda``.
         job: a name that no other job on this node uses, the same on every rank (CPU shared memory is named by it).
+        order: all ranks, replica by replica; ascending within each.
     """
     from vllm.engine.arg_utils import EngineArgs
     from vllm.usage.usage_lib import UsageContext
@@ -100,7 +101,7 @@ def build_core(values: dict[str, Any], device: str, job: str) -> Any:
     gc.freeze()  # vLLM collects garbage whenever it starts or stops: not among the objects of all those modules
     atexit.register(gc.unfreeze)  # frozen objects would outlive the interpreter, and their libraries complain
     on_cpu = device == "cpu"
-    with _starting(), vllm_cpu.starting() if on_cpu else nullcontext():
+    with _starting(order), vllm_cpu.starting() if on_cpu else nullcontext():
         try:
             vllm_config = EngineArgs(**values).create_engine_config(usage_context=UsageContext.LLM_CLASS)
             if on_cpu:
@@ -121,10 +122,19 @@ _open_cores: list[Any] = []  # of this process
 
 
 @contextmanager
-def _starting() -> Iterator[None]:
+def _starting(order: Sequence[int]) -> Iterator[None]:
     """The time in which an engine starts, on any device."""
+    from vllm.distributed import parallel_state
     from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
     from vllm.v1.engine import core
+
+    make_group = parallel_state.init_model_parallel_group
+
+    def make_reordered(group_ranks: list[list[int]], *args: Any, **kwargs: Any) -> Any:
+        # vLLM groups neighbours, by the places of ranks in `order` here.
+        groups = [[order[place] for place in places] for places in group_ranks]
+        assert all(group == sorted(group) for group in groups), "torch sorts the ranks of a group"
+        return make_group(groups, *args, **kwargs)
 
     no_queue = staticmethod(lambda *args, **kwargs: None)
     with (
@@ -132,6 +142,7 @@ def _starting() -> Iterator[None]:
         replaced(core, "freeze_gc_heap", lambda: None),
         # A queue in shared memory, 24 MiB, for front ends in other processes; a killed job would leave it behind.
         replaced(MessageQueue, "create_from_process_group", no_queue),
+        replaced(parallel_state, "init_model_parallel_group", make_reordered),
     ):
         yield
 

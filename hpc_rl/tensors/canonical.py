@@ -13,6 +13,8 @@ ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 VALUE_HEAD = "value_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
 OUTPUT = "lm_head.weight"
+CLASSIFIER = "score.weight"  # of a stored sequence classifier: with one label it is a critic's value head
+IGNORED_SUFFIX = ".rotary_emb.inv_freq"  # computed, but stored by some old checkpoints
 
 Shape = tuple[int, ...]
 

@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from hpc_rl.errors import UserError
-from hpc_rl.tensors.canonical import OUTPUT, VALUE_HEAD, ModelSpec
+from hpc_rl.tensors.canonical import CLASSIFIER, IGNORED_SUFFIX, OUTPUT, VALUE_HEAD, ModelSpec
 from hpc_rl.tensors.shardmap import ShardMap, view
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-CLASSIFIER = "score.weight"  # a sequence classifier with one label is a critic
 _ALIASES = {CLASSIFIER: VALUE_HEAD}
-_IGNORED_SUFFIX = ".rotary_emb.inv_freq"  # computed, but stored by some old checkpoints
+_READ_BYTES = 1 << 30  # of one call: the system takes no more than 2 GB
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
@@ -43,8 +43,8 @@ class HFDirectory:
     path: Path
     config: Mapping[str, Any]
     stored: Mapping[str, Stored]
-    _headers: dict[str, dict[str, Any]] = field(default_factory=dict, repr=False)
-    _files: dict[str, Any] = field(default_factory=dict, repr=False)
+    _headers: dict[str, tuple[dict[str, Any], int]] = field(default_factory=dict, repr=False)
+    _files: dict[str, int] = field(default_factory=dict, repr=False)  # descriptors
 
     def spec(self, role: Literal["actor", "critic"] = "actor") -> ModelSpec:
         """The model that config.json describes."""
@@ -64,26 +64,50 @@ class HFDirectory:
         return _DTYPES[kind]
 
     def read(self, name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
-        """The box ``[start, start + shape)`` of a canonical tensor, on the CPU, as stored; reads no more than that."""
-        place = self.stored[name]
+        """The box ``[start, start + shape)`` of a canonical tensor, on the CPU, as stored.
+
+        Its rows are read whole, in one go: mapped memory would read ahead far beyond them.
+        """
+        place, whole, dtype = self.stored[name], self.shape(name), getattr(torch, self.dtype(name))
+        row_bytes = prod(whole[1:]) * dtype.itemsize
+        first = place.row + (start[0] if start else 0)
+        rows = shape[0] if shape else 1
+        lead = 0
+        for index, size in zip(place.lead, self._header(place)["shape"], strict=False):
+            lead = lead * size + index
+        begin = self._headers[place.file][1] + self._header(place)["data_offsets"][0]
+        begin += (lead * (whole[0] if whole else 1) + first) * row_bytes
+        data = self._bytes(place.file, begin, rows * row_bytes)
+        value = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+        box = (slice(None), *(slice(s, s + n) for s, n in zip(start[1:], shape[1:], strict=True)))
+        return value.view(rows, *whole[1:])[box] if shape else value.view(())
+
+    def _bytes(self, file: str, begin: int, count: int) -> bytearray:
         try:
-            if place.file not in self._files:
-                self._files[place.file] = safe_open(self.path / place.file, framework="pt")
-            lazy = self._files[place.file].get_slice(place.key)
-            box = [slice(s, s + n) for s, n in zip(start, shape, strict=True)]
-            if box and place.row:
-                box[0] = slice(start[0] + place.row, start[0] + place.row + shape[0])
-            value: Tensor = lazy[(*(slice(i, i + 1) for i in place.lead), *box)]
-        except (SafetensorError, OSError) as error:
-            raise UserError(f"{name} cannot be read from {self.path / place.file}: {error}") from error
-        return value.view(shape)
+            if file not in self._files:
+                self._files[file] = os.open(self.path / file, os.O_RDONLY)
+                os.posix_fadvise(self._files[file], 0, 0, os.POSIX_FADV_RANDOM)  # no read-ahead: neighbours are others'
+            data, done = bytearray(count), 0
+            while done < count:
+                got = os.preadv(self._files[file], [memoryview(data)[done : done + _READ_BYTES]], begin + done)
+                if got == 0:
+                    raise OSError(f"it ends at byte {begin + done}")
+                done += got
+        except OSError as error:
+            raise UserError(f"{self.path / file} cannot be read: {error}") from error
+        return data
+
+    def __del__(self) -> None:
+        for descriptor in self._files.values():
+            os.close(descriptor)
 
     def _header(self, place: Stored) -> dict[str, Any]:
         if place.file not in self._headers:
             self._headers[place.file] = _header(self.path / place.file)
-        if place.key not in self._headers[place.file]:
+        header, _ = self._headers[place.file]
+        if place.key not in header:
             raise UserError(f"{self.path / INDEX} says that {place.file} holds {place.key}, which it does not")
-        return dict(self._headers[place.file][place.key])
+        return dict(header[place.key])
 
 
 def open_hf(path: str | Path) -> HFDirectory:
@@ -100,7 +124,7 @@ def open_hf(path: str | Path) -> HFDirectory:
             if not (folder / file).exists():
                 raise UserError(f"{folder / INDEX} names {file}, which is missing: copy the whole directory")
     elif (folder / SINGLE).exists():
-        keys = dict.fromkeys(_header(folder / SINGLE), SINGLE)
+        keys = dict.fromkeys(_header(folder / SINGLE)[0], SINGLE)
     else:
         raise UserError(f"{folder} has neither {SINGLE} nor {INDEX}: give a directory with safetensors weights")
     stored: dict[str, Stored] = {}
@@ -121,7 +145,7 @@ def check_names(source: HFDirectory, spec: ModelSpec, optional: Collection[str] 
     # An actor's output layer is of no use to a critic, nor the reverse; a tied one repeats the embedding.
     spare = {OUTPUT, VALUE_HEAD}
     for name in source.stored:
-        if name not in wanted and name not in spare and not name.endswith(_IGNORED_SUFFIX):
+        if name not in wanted and name not in spare and not name.endswith(IGNORED_SUFFIX):
             raise UserError(
                 f"{source.path} holds {name}, of shape {list(source.shape(name))}, unknown to {spec.model_type}"
             )
@@ -129,7 +153,11 @@ def check_names(source: HFDirectory, spec: ModelSpec, optional: Collection[str] 
 
 @dataclass
 class LoadReport:
-    """What ``load_into`` did on this rank. ``casts``: "float32 -> bfloat16" -> boxes; ``missing``: optional tensors."""
+    """What ``load_into`` did on this rank. ``casts``: "float32 -> bfloat16" -> boxes; ``missing``: optional tensors.
+
+    ``bytes_read``: of the rows that hold its boxes. A slice of columns (o_proj, down_proj under TP) lies in pages that hold
+    its neighbours' columns too, so whole rows come from the disk, once a node: its ranks share the page cache.
+    """
 
     bytes_read: int = 0
     seconds: float = 0.0
@@ -141,7 +169,7 @@ class LoadReport:
 def load_into(
     shard_map: ShardMap, tensors: Mapping[str, Tensor], source: HFDirectory, optional: Collection[str] = ()
 ) -> LoadReport:
-    """Fills this rank's tensors from an HF directory, reading only the boxes the map names; padding becomes zero.
+    """Fills this rank's tensors from an HF directory, reading only the rows of the map's boxes; padding becomes zero.
 
     Args:
         shard_map: of this rank.
@@ -167,7 +195,8 @@ def load_into(
             value = source.read(piece.name, piece.start, piece.shape)
             target = view(piece, tensors[piece.local].detach())
             target.copy_(value)
-            report.bytes_read += value.numel() * value.element_size()
+            rows, row_bytes = piece.numel // piece.shape[-1], source.shape(piece.name)[-1] * value.element_size()
+            report.bytes_read += rows * row_bytes if len(piece.shape) > 1 else value.numel() * value.element_size()
             if value.dtype != target.dtype:
                 report.casts[f"{value.dtype} -> {target.dtype}".replace("torch.", "")] += 1
     report.seconds = time.perf_counter() - begin
@@ -187,7 +216,7 @@ def _places(folder: Path, key: str, file: str) -> dict[str, Stored]:
     # Experts saved as one tensor, gate_up_proj [experts, gate | up, hidden] and down_proj [experts, hidden, inner].
     base, _, last = key.rpartition(".experts.")
     if base and last in ("gate_up_proj", "down_proj"):
-        experts, rows, _ = _header(folder / file)[key]["shape"]
+        experts, rows, _ = _header(folder / file)[0][key]["shape"]
         if last == "down_proj":
             return {f"{base}.experts.{e}.down_proj.weight": Stored(file, key, (e,)) for e in range(experts)}
         out = {f"{base}.experts.{e}.gate_proj.weight": Stored(file, key, (e,)) for e in range(experts)}
@@ -205,8 +234,8 @@ def _json(path: Path) -> dict[str, Any]:
     return dict(value)
 
 
-def _header(path: Path) -> dict[str, Any]:
-    # 8 bytes of length, then JSON: name -> dtype, shape, place. The format's own library offers no look at all shapes.
+def _header(path: Path) -> tuple[dict[str, Any], int]:
+    """What a safetensors file declares, and where its data begin: 8 bytes of length, JSON (dtype, shape, place), data."""
     try:
         with path.open("rb") as file:
             (size,) = struct.unpack("<Q", file.read(8))
@@ -214,4 +243,4 @@ def _header(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, struct.error) as error:
         raise UserError(f"{path} is not a whole safetensors file: {error}") from error
     header.pop("__metadata__", None)
-    return header
+    return header, 8 + size

@@ -14,9 +14,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from hpc_rl.errors import UserError
-from hpc_rl.tensors.canonical import VALUE_HEAD, ModelSpec
+from hpc_rl.tensors.canonical import CLASSIFIER, VALUE_HEAD, ModelSpec
 from hpc_rl.tensors.dtypes import ITEM_BYTES
-from hpc_rl.tensors.hf import CLASSIFIER, INDEX, SINGLE
+from hpc_rl.tensors.hf import INDEX, SINGLE
 from hpc_rl.tensors.shardmap import ShardMap, TensorSpec, whole_piece
 
 MAX_FILE_BYTES = 5 * 10**9

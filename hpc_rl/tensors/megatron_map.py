@@ -8,18 +8,20 @@ interleaved pipelining (vpp > 1) each name starts with ``chunk{v}.``, where v is
 from __future__ import annotations
 
 from functools import lru_cache
+from math import lcm
 
 from hpc_rl.errors import UserError
 from hpc_rl.parallel.layout import Layout
 from hpc_rl.tensors.canonical import EMBEDDING, OUTPUT, VALUE_HEAD, ModelSpec
 from hpc_rl.tensors.shardmap import Piece, ShardMap, TensorSpec, column_piece, row_piece, whole_piece
 
-VOCAB_MULTIPLE = 128  # megatron-core's make_vocab_size_divisible_by
+VOCAB_MULTIPLE = 64  # vLLM's: with the borders of its shards, equal layouts have nothing to send
 
 
-def padded_vocab_size(vocab_size: int, tp: int, multiple: int = VOCAB_MULTIPLE) -> int:
-    """The smallest multiple of ``multiple * tp`` that holds the vocabulary."""
-    return -(-vocab_size // (multiple * tp)) * multiple * tp
+def padded_vocab_size(vocab_size: int, tp: int) -> int:
+    """The smallest multiple of `VOCAB_MULTIPLE` and ``tp`` that holds the vocabulary."""
+    multiple = lcm(VOCAB_MULTIPLE, tp)
+    return -(-vocab_size // multiple) * multiple
 
 
 def megatron_shard_map(

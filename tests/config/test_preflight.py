@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from hpc_rl.config import Config, RunConfig
 from hpc_rl.config_load import load_config
@@ -129,6 +131,22 @@ def test_second_model_of_another_vocabulary(make: Make, tmp_path: Path, key: str
         preflight(make(f"model.{key}=other"), 1)
     write_tokenizer(tmp_path / "other", eos="<bos>")  # the same vocabulary, other files: fine
     preflight(make(f"model.{key}=other"), 1)
+
+
+def test_a_tensor_too_many_or_too_few_is_named(make: Make, tmp_path: Path) -> None:
+    weights = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(weights)
+    name = "model.layers.0.self_attn.o_proj.bias"
+    save_file({**tensors, name: torch.zeros(16)}, weights)
+    with refused("model.path", f"holds {name} [16], which a", "correct config.json"):
+        preflight(make(), 1)
+    last = sorted(n for n in tensors if ".layers." in n)[-1]
+    save_file({n: t for n, t in tensors.items() if n != last}, weights)
+    with refused("model.path", f"has no {last}", "fetch the model again"):
+        preflight(make(), 1)
+    save_file({**tensors, last: torch.zeros(3)}, weights)
+    with refused("model.path", f"{last} is [3], but config.json asks for", "fetch both again"):
+        preflight(make(), 1)
 
 
 def test_weights_that_are_not_whole(make: Make, tmp_path: Path) -> None:

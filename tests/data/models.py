@@ -12,6 +12,9 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
 
+from hpc_rl.errors import UserError
+from hpc_rl.tensors.canonical import EMBEDDING, ModelSpec
+
 CHAT_TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -65,8 +68,13 @@ def write_model(directory: Path, *, vocab_rows: int | None = None, tokenizer: bo
     directory.mkdir(parents=True, exist_ok=True)
     config = hf_config(**changes)
     (directory / "config.json").write_text(json.dumps(config))
-    rows = config.get("vocab_size", 8) if vocab_rows is None else vocab_rows
-    save_file({"model.embed_tokens.weight": np.zeros((rows, 16), np.float32)}, directory / "model.safetensors")
+    try:
+        shapes = ModelSpec.from_hf_config(config).tensors()
+    except UserError:  # a model that the test wants refused
+        shapes = {EMBEDDING: (8, 16)}
+    rows = shapes[EMBEDDING][0] if vocab_rows is None else vocab_rows
+    weights = {name: np.zeros((rows, 16) if name == EMBEDDING else shape, np.float32) for name, shape in shapes.items()}
+    save_file(weights, directory / "model.safetensors")
     if tokenizer:
         write_tokenizer(directory)
     return directory

@@ -4,7 +4,7 @@ import pytest
 from megatron.core.parallel_state import RankGenerator
 
 from hpc_rl.errors import UserError
-from hpc_rl.parallel.layout import Layout
+from hpc_rl.parallel.layout import Layout, generation_order, replica_of
 
 GRIDS = [
     Layout(8), Layout(8, tp=2), Layout(8, tp=2, pp=2), Layout(16, tp=2, pp=2, cp=2), Layout(16, tp=4, cp=2),
@@ -64,3 +64,19 @@ def test_layers_that_do_not_fit_are_named() -> None:
         Layout(2, pp=2, chunk_layers=(1, 3)).layers_of(0, 5)
     with pytest.raises(UserError, match="the model has 3: lower pp"):
         Layout(4, pp=4).layers_of(0, 3)
+
+
+@pytest.mark.parametrize(("train_tp", "gen_tp"), [(1, 1), (1, 4), (2, 4), (4, 4), (4, 2), (8, 2), (8, 1), (3, 2)])
+def test_generation_replicas_are_whole_and_ascending(train_tp: int, gen_tp: int) -> None:
+    order = generation_order(24 * gen_tp, gen_tp, train_tp)
+    assert sorted(order) == list(range(24 * gen_tp))
+    for place, rank in enumerate(order):
+        assert replica_of(rank, gen_tp, train_tp) == divmod(place, gen_tp)
+    for begin in range(0, len(order), gen_tp):
+        assert order[begin : begin + gen_tp] == sorted(order[begin : begin + gen_tp])  # as torch sorts a group
+
+
+def test_generation_shards_hold_the_training_shards() -> None:
+    for rank in range(8):  # training TP8: rank r holds rows r/8 .. (r + 1)/8; generation TP2: halves
+        replica, place = replica_of(rank, 2, 8)
+        assert place == (0 if rank < 4 else 1) and replica == rank % 4

@@ -13,6 +13,7 @@ import pytest
 from hpc_rl.config import Config
 from hpc_rl.config_load import load_config
 from hpc_rl.errors import UserError
+from hpc_rl.parallel.layout import replica_of
 from hpc_rl.plan.changes import apply, suggest
 from hpc_rl.plan.estimate import forward_flops
 from hpc_rl.plan.hardware import GB, GPUS, find_gpu
@@ -132,7 +133,7 @@ def test_reshard_brings_every_rank_what_it_lacks(ranks: int, nodes: int, tp: int
     plan, report = reshard_plan(job), reshard_report(job)
     received = plan.received_bytes()
     for rank in range(ranks):
-        shard = vllm_shard_map(job.model, generation_tp, rank % generation_tp, "bfloat16")
+        shard = vllm_shard_map(job.model, generation_tp, replica_of(rank, generation_tp, tp)[1], "bfloat16")
         target = 2 * (sum(local_numels(shard).values()) - sum(shard.padding.values()))
         assert received[rank] + sum(link.nbytes for link in plan.local[rank]) == target
     moved = report["inside_nodes_gb"] + report["between_nodes_gb"]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from hpc_rl.parallel.layout import Layout
+from hpc_rl.parallel.layout import Layout, replica_of
 from hpc_rl.reshard.plan import Link, Plan
 from hpc_rl.tensors.canonical import ModelSpec
 from hpc_rl.tensors.megatron_map import megatron_shard_map
@@ -49,7 +49,7 @@ def maps_of(
     ranks = range(layout.world_size)
     return (
         [megatron_shard_map(spec, layout, r, dtype=dtypes[0]) for r in ranks],
-        [vllm_shard_map(spec, gen_tp, r % gen_tp, dtype=dtypes[1]) for r in ranks],
+        [vllm_shard_map(spec, gen_tp, replica_of(r, gen_tp, layout.tp)[1], dtype=dtypes[1]) for r in ranks],
     )
 
 

@@ -1,5 +1,7 @@
 """The parts of the executor: messages, sparse deltas, digests, the plan cache, the ranks' agreement."""
 
+import json
+import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,7 +19,7 @@ from hpc_rl.reshard.cache import PlanCache, map_digest, plan_key
 from hpc_rl.reshard.digest import differing, digests
 from hpc_rl.reshard.incremental import DENSE, Snapshot, changes, decode, delta_bytes, encode, masked
 from hpc_rl.reshard.messages import aligned, cut_for, local_copies, rounds_of, share_bytes, split, total_bytes
-from hpc_rl.reshard.plan import Link, make_plan
+from hpc_rl.reshard.plan import PLANNER_VERSION, Link, make_plan
 from hpc_rl.reshard.slots import make_rounds
 from hpc_rl.tensors.shardmap import Piece, ShardMap, TensorSpec, view, whole_piece
 from tests.reshard.layouts import TRAINING, maps_of
@@ -182,11 +184,30 @@ def test_cache_gives_back_the_plan_from_memory_and_disk(tmp_path: Path) -> None:
     assert again == plan and cache.get(key, 5) is again
     assert cache.get(key, 4) is None and cache.get("0" * 32, 5) is None
     file = tmp_path / key / "rank_00005.json"
-    file.write_text(file.read_text()[:-40])
-    assert PlanCache(tmp_path).get(key, 5) is None, "a damaged file is planned anew"
+    whole = file.read_bytes()
+    rng = random.Random(0)
+    for _ in range(100):
+        damaged = bytearray(whole)
+        damaged[rng.randrange(len(whole))] ^= 1 << rng.randrange(8)
+        file.write_bytes(damaged if rng.random() < 0.8 else whole[: rng.randrange(len(whole))])
+        assert PlanCache(tmp_path).get(key, 5) is None, "a damaged file is planned anew"
+    # A box less, in a file that is valid JSON.
+    values = json.loads(whole.partition(b"\n")[2])
+    values["local"].pop()
+    file.write_bytes(whole.partition(b"\n")[0] + b"\n" + json.dumps(values, separators=(",", ":")).encode())
+    assert PlanCache(tmp_path).get(key, 5) is None
 
 
-def test_plan_keys_tell_layouts_apart() -> None:
+def test_a_cache_that_cannot_be_written_costs_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "plans").write_text("a file")
+    cache = PlanCache(tmp_path / "plans")
+    plan = make_plan(*maps_of(spec_of("llama"), TRAINING["TP2"], 2)).of(0)
+    cache.put("0" * 32, plan)
+    assert "cannot be kept" in caplog.text
+    assert cache.get("0" * 32, 0) is plan
+
+
+def test_plan_keys_tell_layouts_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = spec_of("llama")
     keys = {
         plan_key([map_digest(m) for maps in maps_of(spec, TRAINING[name], tp) for m in maps], 8)
@@ -195,6 +216,10 @@ def test_plan_keys_tell_layouts_apart() -> None:
     }
     assert len(keys) == 10 - 2, "TP2 and TP2DP2 hold the same shards"
     other = maps_of(spec, TRAINING["TP1"], 1, ("float32", "bfloat16"))
+    digests = [map_digest(m) for m in (*other[0], *other[1])]
+    keys = {plan_key(digests, 8), plan_key(digests, 4), plan_key(digests, 8, allow_unused=True)}
+    monkeypatch.setattr("hpc_rl.reshard.cache.PLANNER_VERSION", PLANNER_VERSION + 1)
+    assert len(keys | {plan_key(digests, 8)}) == 4
     assert map_digest(other[1][0]) != map_digest(maps_of(spec, TRAINING["TP1"], 1)[1][0])
 
 

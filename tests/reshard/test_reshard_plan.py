@@ -91,9 +91,26 @@ def test_equal_layouts_move_nothing() -> None:
     for name, gen_tp in (("TP1", 1), ("TP2", 2), ("TP2DP2", 2)):
         plan = make_plan(*maps_of(spec, TRAINING[name], gen_tp))
         assert not plan.routes and sum(plan.lower_bound_bytes) == 0, name
+    # Vocabularies of published models, whose padding must not shift the borders.
+    for vocab_size, tp in ((128256, 8), (151936, 8), (152064, 8), (49152, 4), (250, 4)):
+        plan = make_plan(*maps_of(spec_of("qwen2", vocab_size=vocab_size, num_attention_heads=8, hidden_size=8,
+                                          intermediate_size=8, num_key_value_heads=8), Layout(8, tp=tp), tp))  # fmt: skip
+        assert not plan.routes, (vocab_size, tp)
     # Four query groups on two ranks: Megatron's fused order differs from vLLM's, but only within each rank.
     plan = make_plan(*maps_of(spec_of("qwen3"), TRAINING["TP2"], 2))
     assert not plan.routes
+
+
+def test_a_finer_training_cut_sends_only_what_its_generation_shard_lacks() -> None:
+    """Micro data-parallel groups: a rank keeps its own part, 1 / train tp, of the 1 / gen tp that it needs."""
+    spec = spec_of("llama_tied")
+    for train_tp, gen_tp in ((2, 1), (4, 1), (4, 2)):
+        sources, targets = maps_of(spec, Layout(8, tp=train_tp), gen_tp)
+        plan = make_plan(sources, targets)
+        for rank in range(8):
+            layers = [p for p in targets[rank].pieces if ".layers." in p.name and len(p.shape) == 2]
+            kept = sum(link.nbytes for link in plan.local[rank] if ".layers." in link.name and len(link.source.shape) == 2)
+            assert kept == sum(4 * p.numel for p in layers) * gen_tp // train_tp, (train_tp, gen_tp, rank)
 
 
 def test_flat_ranges_of_a_distributed_optimizer_reach_any_layout() -> None:

@@ -3,14 +3,18 @@
 import os
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from hpc_rl.errors import RunError, UserError
+from hpc_rl.reshard import connect as connect_module
 from hpc_rl.reshard.connect import connect
+from hpc_rl.reshard.plan import Plan, make_plan
 from hpc_rl.tensors.shardmap import ShardMap
 from tests.reshard.job import Job, failures
 from tests.reshard.layouts import TRAINING, maps_of
@@ -70,10 +74,12 @@ def test_planted_faults_stop_every_rank_by_name(fault: str, where: str, what: st
 def verification_at_each_sync(rank: int, mode: str) -> list[float]:
     job = Job(rank, spec_of("qwen2"), TRAINING["PP2"], 2)
     resharder = job.resharder(verify=mode)
-    return [resharder.sync(v)["seconds_verify"] for v in range(3)]
+    seconds = [resharder.sync(v)["seconds_verify"] for v in range(3)]
+    resharder.invalidate()  # as after sleep level 2: all travels again, and what was proven once is not proven again
+    return [*seconds, resharder.sync(3)["seconds_verify"]]
 
 
-@pytest.mark.parametrize(("mode", "verified"), [("always", (1, 1, 1)), ("first", (1, 0, 0)), ("off", (0, 0, 0))])
+@pytest.mark.parametrize(("mode", "verified"), [("always", (1, 1, 1, 1)), ("first", (1, 0, 0, 0)), ("off", (0, 0, 0, 0))])
 def test_verification_runs_when_asked(mode: str, verified: tuple[int, ...], tmp_path: Path) -> None:
     results = run_ranks(8, tmp_path, verification_at_each_sync, mode)
     assert failures(results) == [""] * 8
@@ -135,6 +141,14 @@ def test_an_error_on_one_rank_is_told_by_all(tmp_path: Path) -> None:
     assert all("rank 2" in m for m in messages) and all(messages)
 
 
+def forgetful(*args: Any) -> Plan:
+    """A plan without one of rank 3's local boxes."""
+    plan = make_plan(*args)
+    local = list(plan.local)
+    local[3] = local[3][1:]
+    return replace(plan, local=tuple(local))
+
+
 def cannot_connect(rank: int, fault: str) -> None:
     job = Job(rank, spec_of("qwen2"), TRAINING["TP2"], 2)
     source_map, target_map = job.source_map, job.target_map
@@ -153,6 +167,10 @@ def cannot_connect(rank: int, fault: str) -> None:
     if fault == "shape":
         other = maps_of(spec_of("qwen2", intermediate_size=64), TRAINING["TP2"], 2)[0][rank]
         source_map, job.source = other, empty_locals(other)
+    if fault == "planner" and rank == 3:
+        connect_module.make_plan = forgetful
+    if fault == "tensor" and rank == 4:
+        job.source["decoder.layers.1.mlp.linear_fc2.weight"] = torch.zeros(5)
     try:
         connect((source_map, job.source), (target_map, job.target), timeout_s=20)
     finally:
@@ -165,6 +183,8 @@ def cannot_connect(rank: int, fault: str) -> None:
         ("uncovered", "rank 6: model.layers.2.mlp.down_proj.weight has 768 elements.*768 are left uncovered"),
         ("twice", "rank 1: .*written more than once"),
         ("no source", r"model.layers.2.mlp.down_proj.weight, of shape \[32, 48\] at the target, has no source"),
+        ("planner", r"rank 3: model.*: 0 elements written into \d+"),
+        ("tensor", r"rank 4: model.layers.1.mlp.down_proj.weight .* does not fit the source tensor decoder"),
         ("shape", r"mlp.gate_proj.weight is \[64, 32\] at the source, but \[48, 32\] at the target"),
     ],
 )

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hpc_rl.config import RolloutConfig
 from hpc_rl.errors import RunError, UserError
+from hpc_rl.parallel.layout import replica_of
 from hpc_rl.rollout.protocol import Prompt, Request, Sample
 from hpc_rl.rollout.sampler import assign
 from hpc_rl.rollout.vllm import VLLMEngine
@@ -38,14 +39,14 @@ def requests(samples: int = 1) -> list[Request]:
     return [Request(p, i, k, 1000 * i + k) for i, p in enumerate(prompts()) for k in range(samples)]
 
 
-def make_engine(model_dir: str, tp: int, tokenizer: Any = None, **changes: Any) -> VLLMEngine:
+def make_engine(model_dir: str, tp: int, tokenizer: Any = None, train_tp: int = 1, **changes: Any) -> VLLMEngine:
     values = {
         "max_response_tokens": LIMIT, "temperature": TEMPERATURE, "samples_per_prompt": 2, "block_size": 32,
         "kv_cache_bytes": 8 << 20, "max_num_seqs": 64,
     } | changes  # fmt: skip
     return VLLMEngine(
         model_dir, RolloutConfig(**values), dtype="float32", max_model_len=MAX_MODEL_LEN, tp=tp, seed=0, device="cpu",
-        tokenizer=tokenizer,
+        tokenizer=tokenizer, train_tp=train_tp,
     )  # fmt: skip
 
 
@@ -58,18 +59,20 @@ def write(engine: VLLMEngine, weights: dict[str, Tensor]) -> None:
         view(piece, local[piece.local]).copy_(weights[piece.name][box])
 
 
-def everything(model_dirs: dict[str, str], weights: dict[str, list[dict[str, Tensor]]], tp: int) -> dict[str, Any]:
+def everything(
+    model_dirs: dict[str, str], weights: dict[str, list[dict[str, Tensor]]], tp: int, train_tp: int
+) -> dict[str, Any]:
     """For each model: its map, greedy and sampled responses, and those after an update of the weights."""
     dist.init_process_group("gloo")
     out: dict[str, Any] = {}
     for kind, model_dir in model_dirs.items():
-        engine = make_engine(model_dir, tp)
+        engine = make_engine(model_dir, tp, train_tp=train_tp)
         shard_map, local = engine.shard_map()
         out[kind] = result = {"map": shard_map, "numels": {n: t.numel() for n, t in local.items()}}
         for version in (0, 1):
             write(engine, weights[kind][version])
             engine.set_version(version)
-            mine = assign(requests(), dist.get_rank() // tp, dist.get_world_size() // tp)
+            mine = assign(requests(), replica_of(dist.get_rank(), tp, train_tp)[0], dist.get_world_size() // tp)
             result["greedy", version] = engine.generate(mine, temperature=0)
             result["sampled", version] = engine.generate(mine)
         result["padding_is_zero"] = all(float(local[name][-1].abs().sum()) == 0.0 for name in shard_map.padding)

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from hpc_rl.errors import UserError
+from hpc_rl.parallel.layout import generation_order, replica_of
 from hpc_rl.rollout.vllm import preload
 from hpc_rl.tensors.canonical import ModelSpec
 from hpc_rl.tensors.coverage import check_local_coverage, covered_numel
@@ -24,8 +25,9 @@ from tests.rollout.models import CONFIGS, EOS, canonical, character_tokenizer, g
 
 pytestmark = pytest.mark.xdist_group("vllm")
 KINDS = tuple(CONFIGS)
-# (world size, tensor-parallel size); with 4, two ranks hold each KV head, and one has 4 of its 32 vocabulary rows
-LAYOUTS = ((1, 1), (2, 2), (2, 1), (4, 4))
+# (world size, tensor-parallel size, that of training); with 4, two ranks hold each KV head, and one has 4 of its 32
+# vocabulary rows; (4, 2, 4): replicas of ranks 0 and 2, 1 and 3
+LAYOUTS = ((1, 1, 1), (2, 2, 2), (2, 1, 1), (4, 4, 4), (4, 2, 4))
 
 
 @pytest.fixture(scope="module")
@@ -52,13 +54,13 @@ def weights(hf: dict[str, list[Any]]) -> dict[str, list[dict[str, torch.Tensor]]
 
 
 @pytest.fixture(scope="module")
-def runs(model_dirs: Any, weights: Any) -> dict[tuple[int, int], list[Any]]:
+def runs(model_dirs: Any, weights: Any) -> dict[tuple[int, int, int], list[Any]]:
     """Layout -> results of each rank."""
     return {
-        (world, tp): run_ranks(
-            world, jobs.everything, {k: model_dirs[k] for k in _kinds(tp)}, weights, tp, timeout_s=300
+        (world, tp, train_tp): run_ranks(
+            world, jobs.everything, {k: model_dirs[k] for k in _kinds(tp)}, weights, tp, train_tp, timeout_s=300
         )
-        for world, tp in LAYOUTS
+        for world, tp, train_tp in LAYOUTS
     }
 
 
@@ -100,35 +102,36 @@ def test_log_probs_are_those_of_the_tempered_distribution(runs: Any, hf: Any, la
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_samples_do_not_depend_on_the_layout(runs: Any, kind: str) -> None:
-    one = _all_samples(runs[1, 1], (1, 1), kind, ("sampled", 0))
+    one = _all_samples(runs[1, 1, 1], (1, 1, 1), kind, ("sampled", 0))
     for layout in LAYOUTS:
         if kind in _kinds(layout[1]):
             other = _all_samples(runs[layout], layout, kind, ("sampled", 0))
             assert [s.response_ids for s in other] == [s.response_ids for s in one]
 
 
-def _all_samples(ranks: list[Any], layout: tuple[int, int], kind: str, key: Any) -> list[Any]:
+def _all_samples(ranks: list[Any], layout: tuple[int, int, int], kind: str, key: Any) -> list[Any]:
     """Of all replicas; the ranks of a replica agree to the bit."""
-    world, tp = layout
+    world, tp, train_tp = layout
     samples = []
-    for first in range(0, world, tp):
-        found = [[(s.response_ids, s.log_probs) for s in ranks[first + i][kind][key]] for i in range(tp)]
+    for begin in range(0, world, tp):
+        replica = generation_order(world, tp, train_tp)[begin : begin + tp]
+        found = [[(s.response_ids, s.log_probs) for s in ranks[rank][kind][key]] for rank in replica]
         assert all(x == found[0] for x in found)
-        samples += ranks[first][kind][key]
+        samples += ranks[replica[0]][kind][key]
     return samples
 
 
 @pytest.mark.parametrize(("layout", "kind"), CASES)
 def test_the_live_map_is_whole_and_equals_the_one_worked_out(runs: Any, weights: Any, layout: Any, kind: str) -> None:
-    world, tp = layout
+    world, tp, train_tp = layout
     spec = ModelSpec.from_hf_config({**CONFIGS[kind], "dtype": "float32"})
     boxes: dict[str, list[Any]] = {}
     for rank in range(world):
         live = runs[layout][rank][kind]
         check_local_coverage(live["map"], live["numels"])
         assert live["padding_is_zero"]
-        assert _contents(live["map"]) == _contents(vllm_shard_map(spec, tp, rank % tp))
-        for piece in live["map"].pieces if rank < tp else ():
+        assert _contents(live["map"]) == _contents(vllm_shard_map(spec, tp, replica_of(rank, tp, train_tp)[1]))
+        for piece in live["map"].pieces if replica_of(rank, tp, train_tp)[0] == 0 else ():
             boxes.setdefault(piece.name, []).append((piece.start, piece.shape))
     assert {name: covered_numel(b) for name, b in boxes.items()} == {n: w.numel() for n, w in weights[kind][0].items()}
 
@@ -140,7 +143,7 @@ def _contents(shard_map: ShardMap) -> Any:
 
 
 def test_process_groups_outlive_the_engine(runs: Any) -> None:
-    assert all(result["ranks"] == world for (world, _), ranks in runs.items() for result in ranks)
+    assert all(result["ranks"] == world for (world, *_), ranks in runs.items() for result in ranks)
 
 
 @pytest.fixture(scope="module")

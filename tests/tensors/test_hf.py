@@ -1,6 +1,9 @@
 """HF directories: written by transformers, read slice by slice, exported, and read again, bit for bit."""
 
+import ctypes
 import json
+import mmap
+import os
 from pathlib import Path
 
 import pytest
@@ -64,7 +67,8 @@ def test_round_trip_through_any_megatron_layout_is_bitwise(kind: str, layout: La
         shard_map = megatron_shard_map(spec, layout, rank)
         tensors = empty_locals(shard_map)
         report = load_into(shard_map, tensors, source)
-        assert report.bytes_read == 4 * sum(p.numel for p in shard_map.pieces) and not report.casts
+        rows = [p.numel // p.shape[-1] * spec.tensors()[p.name][-1] if len(p.shape) > 1 else p.numel for p in shard_map.pieces]
+        assert report.bytes_read == 4 * sum(rows) and not report.casts
         assert not any(t.isnan().any() for t in tensors.values()), "padding must be zero"
         for p in shard_map.pieces:
             box = tuple(slice(s, s + n) for s, n in zip(p.start, p.shape, strict=True))
@@ -226,3 +230,36 @@ def test_rope_is_kept_in_old_and_new_spelling() -> None:
     base = {k: v for k, v in CONFIGS["llama"].items() if k != "rope_theta"}
     a, b = (ModelSpec.from_hf_config({**base, **c}) for c in (old, new))
     assert a.rope == b.rope == {"rope_type": "llama3", "factor": 8.0, "rope_theta": 5e5}
+
+
+@pytest.mark.parametrize("layout", [Layout(4, tp=4), Layout(2, pp=2)], ids=["tp4", "pp2"])
+def test_only_the_rows_of_a_rank_come_from_the_disk(layout: Layout, tmp_path: Path) -> None:
+    """The pages of the file that a load brings into memory, by mincore(2)."""
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 4, "vocab_size": 1000}
+    spec = spec_of("llama", **sizes)
+    file = tmp_path / "model.safetensors"
+    save_file({name: torch.zeros(shape) for name, shape in spec.tensors().items()}, file)
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIGS["llama"], **sizes}))
+    with file.open("rb") as opened:
+        os.fsync(opened.fileno())
+        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    if resident_share(file) > 0.01:
+        pytest.skip("this file system keeps its files in memory")
+    shard_map = megatron_shard_map(spec, layout, 0)
+    report = load_into(shard_map, empty_locals(shard_map), open_hf(tmp_path))
+    share = report.bytes_read / file.stat().st_size
+    assert 0.4 < share < 0.65
+    assert share - 0.02 < resident_share(file) < share + 0.2  # read-ahead
+
+
+def resident_share(path: Path) -> float:
+    """Share of a file's pages that are in the page cache."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        address = libc.mmap(None, ctypes.c_size_t(size), mmap.PROT_READ, mmap.MAP_SHARED, file.fileno(), ctypes.c_long(0))
+    states = (ctypes.c_ubyte * -(-size // mmap.PAGESIZE))()
+    assert libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(size), states) == 0
+    libc.munmap(ctypes.c_void_p(address), ctypes.c_size_t(size))
+    return sum(state & 1 for state in states) / len(states)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.ranks import run_ranks
@@ -23,8 +25,9 @@ def one_rank() -> list[dict[str, float]]:
         (4, {}),
         (4, {"parallel__tp": 2, "parallel__pp": 2}),
         (4, {"parallel__tp": 2, "rollout__tp": 1}),
+        (4, {"parallel__tp": 4, "rollout__tp": 2}),
     ],
-    ids=["dp4", "tp2pp2", "tp2dp2-gen-tp1"],
+    ids=["dp4", "tp2pp2", "tp2dp2-gen-tp1", "tp4-gen-tp2"],
 )
 def test_equal_curves_at_any_layout(one_rank: list[dict[str, float]], world_size: int, parallel: dict) -> None:
     for curve in run_ranks(world_size, train, quickstart(**parallel), 3):
@@ -38,6 +41,19 @@ def test_sampler_and_trainer_agree_before_and_after_an_update(world_size: int, p
     for before, after in run_ranks(world_size, mismatch, quickstart(rollout__temperature=0.7, **parallel)):
         assert before < 1e-4
         assert after < 1e-4
+
+
+def test_a_run_reshards_as_its_configuration_says() -> None:
+    """Verification at each sync, deltas from a snapshot, plans kept in the run directory."""
+    config = quickstart(
+        parallel__tp=2, rollout__tp=1, reshard__verify="always", reshard__snapshot="host", actor__lr=1e-30, model__dtype="bfloat16"
+    )
+    curves = run_ranks(2, train, config, 2)
+    for step in (step for curve in curves for step in curve):
+        assert step["reshard/seconds_verify"] > 0
+        assert step["reshard/bytes_received"] == 0, "no bf16 value changes at this learning rate"
+        assert step["reshard/bytes_lower_bound"] > 0
+    assert len(list(Path(config.run.dir).glob("plans/*/rank_*.json"))) == 2
 
 
 def test_a_missed_sync_shows() -> None:
