@@ -179,7 +179,9 @@ def main(argv: list[str] | None = None, command: Callable[..., Any] = app) -> No
     except UserError as error:
         print(f"hpc-rl: {error}", file=sys.stderr)
         raise SystemExit(2) from None
-    except Exception as error:
+    except (SystemExit, KeyboardInterrupt):
+        raise
+    except BaseException as error:
         from hpc_rl.fault.edge import recorded
 
         failure = recorded(error)
@@ -189,7 +191,7 @@ def main(argv: list[str] | None = None, command: Callable[..., Any] = app) -> No
         raise SystemExit(1) from None
 
 
-def _report_stop(error: Exception, failure: Failure | None) -> None:
+def _report_stop(error: BaseException, failure: Failure | None) -> None:
     """Why a run stopped: what went wrong in it, then one line. Of a rank that only lost the others, the line alone."""
     from hpc_rl.fault.cause import is_consequence
     from hpc_rl.fault.report import describe

@@ -62,7 +62,9 @@ def run_train(path: Path, overrides: Sequence[str]) -> int:
     if line is not None:
         print(line, flush=True)
     if nproc > 1:
-        return start_ranks(config, ["train", str(path), *overrides], Path(config.run.dir), Path(config.run.dir) / "logs")
+        return start_ranks(
+            config, ["train", str(path), *overrides], Path(config.run.dir), Path(config.run.dir) / "logs"
+        )
     os.environ |= thread_env(config.launch.threads)  # before torch reads it
     return train_here(config, make_reporter(info, Path(config.run.dir), Path(config.run.dir) / "logs"))
 

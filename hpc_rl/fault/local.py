@@ -40,7 +40,8 @@ def conclude(
     known = {failure.rank for failure in failures}
     for rank, code, time in ended:
         if rank not in known:
-            silent = _without_a_word(run_dir, log_dir, rank, code, time, node, oom_kills)
+            where = _last_seen(run_dir, rank, failures)
+            silent = _without_a_word(log_dir, rank, code, time, node, where, oom_kills)
             record(silent, run_dir)
             failures.append(silent)
     cause = first_cause(failures, world_size)
@@ -60,10 +61,17 @@ def num_oom_kills() -> int:
     return 0
 
 
-def _without_a_word(
-    run_dir: Path, log_dir: Path, rank: int, code: int, time: float, node: str, oom_kills: int
-) -> Failure:
+def _last_seen(run_dir: Path, rank: int, others: Sequence[Failure]) -> tuple[str, int]:
+    """(phase, step): its own last note is up to a second old, and the others, who lost it, may have been further."""
     _, phase, step = last_place(run_dir, rank)
+    furthest = max(others, key=lambda failure: failure.step, default=None)
+    return (phase, step) if furthest is None or furthest.step <= step else (furthest.phase, furthest.step)
+
+
+def _without_a_word(
+    log_dir: Path, rank: int, code: int, time: float, node: str, where: tuple[str, int], oom_kills: int
+) -> Failure:
+    phase, step = where
     if code < 0:
         return Failure(rank, node, "killed", phase, step, _why_killed(-code, oom_kills), time)
     said = [line for line in _lines(log_dir, rank) if line.strip()]

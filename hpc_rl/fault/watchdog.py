@@ -25,7 +25,9 @@ from hpc_rl.fault.stacks import all_stacks, collective_of, lines_of, place_in, s
 SLOW = ("start", "load", "save", "end")  # phases that report no progress of their parts
 SLOW_FACTOR = 3.0
 GRACE = 1.5  # a rank in a collective is given so many times its limit
-_LAST = 1.25  # of the limit: where a rank that never lets go of the interpreter lock is ended by a thread without Python
+_LAST = (
+    1.25  # of the limit: where a rank that never lets go of the interpreter lock is ended by a thread without Python
+)
 _POLL_S = 1.0
 _NOTICE_S = 5.0  # a rank silent for so long looks whether another has reported
 
@@ -61,6 +63,7 @@ class Watchdog:
 
     def start(self) -> None:
         """Begins to watch."""
+        phase.beat()
         path = stack_path(self._run_dir, self._rank)
         with contextlib.suppress(OSError):  # a disk that refuses: then without a stack from C
             path.parent.mkdir(parents=True, exist_ok=True)
