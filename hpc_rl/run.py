@@ -54,6 +54,8 @@ def run_train(path: Path, overrides: Sequence[str]) -> int:
                 preflight(config, info.world_size)
         return train_here(config, reporter)
     nproc = config.launch.nproc
+    if nproc == 1:
+        os.environ |= thread_env(config.launch.threads)  # before a reward function imports torch, which reads it
     preflight(config, nproc)
     check_local_ranks(nproc)
     with RunLock(config.run.dir, job_id()):  # a run of another job in there is not moved, but told
@@ -65,7 +67,6 @@ def run_train(path: Path, overrides: Sequence[str]) -> int:
         return start_ranks(
             config, ["train", str(path), *overrides], Path(config.run.dir), Path(config.run.dir) / "logs"
         )
-    os.environ |= thread_env(config.launch.threads)  # before torch reads it
     return train_here(config, make_reporter(info, Path(config.run.dir), Path(config.run.dir) / "logs"))
 
 
@@ -227,6 +228,8 @@ def run_eval(path: Path, overrides: Sequence[str], *, as_json: bool) -> dict[str
         config = replace(config, resume=str(find_run_checkpoint(given[-1])))  # type: ignore[type-var]  # a dataclass of pydantic
     info = detect()
     launched = info.launcher != "none"
+    if not launched and config.launch.nproc == 1:
+        os.environ |= thread_env(config.launch.threads)
     if not launched or info.rank == 0:
         preflight_eval(config, info.world_size if launched else config.launch.nproc)
     log_dir = Path(config.run.dir) / "logs" / "eval"  # a training may run in the run directory itself
@@ -235,7 +238,6 @@ def run_eval(path: Path, overrides: Sequence[str], *, as_json: bool) -> dict[str
         if config.launch.nproc > 1:
             arguments = ["eval", str(path), *overrides, *(["--json"] if as_json else [])]
             return start_ranks(config, arguments, log_dir, log_dir)
-        os.environ |= thread_env(config.launch.threads)
     with reporting(make_reporter(info, log_dir, log_dir)), phase("eval"):
         from hpc_rl.evaluate import evaluate_model
 

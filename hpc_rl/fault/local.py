@@ -6,6 +6,7 @@ import contextlib
 import signal
 import sys
 from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
 
 from hpc_rl.fault.report import (
@@ -104,7 +105,8 @@ def _traceback(log_dir: Path, rank: int) -> list[str]:
     """The last one that the rank wrote, if any; of a long one the end."""
     lines = _lines(log_dir, rank)
     begins = [number for number, line in enumerate(lines) if line.startswith(_TRACEBACK)]
-    return lines[begins[-1] :][-_MAX_LINES:] if begins else []
+    found = lines[begins[-1] :] if begins else []
+    return list(takewhile(lambda line: not line.startswith("hpc-rl: "), found))[-_MAX_LINES:]
 
 
 def _lines(log_dir: Path, rank: int) -> list[str]:
