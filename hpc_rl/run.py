@@ -42,8 +42,8 @@ def run_train(path: Path, overrides: Sequence[str]) -> int:
     """
     from hpc_rl.preflight import preflight
 
-    config = load_config(path, overrides)
     info = detect()
+    config = placed(load_config(path, overrides), info)
     for warning in check_placement(config.parallel, info.num_nodes, info.local_world_size):
         if info.rank == 0:
             print(f"hpc-rl: warning: {warning}", file=sys.stderr)
@@ -98,6 +98,17 @@ def make_reporter(info: RankInfo, run_dir: Path, log_dir: Path) -> Reporter:
     )
 
 
+def placed(config: Config, info: RankInfo) -> Config:
+    """With ``parallel: auto`` the layout for this job's ranks and GPUs, the same on every rank; else as it is."""
+    if not config.parallel.auto:
+        return config
+    from hpc_rl.plan.choose import chosen
+    from hpc_rl.plan.hardware import gpu_here
+
+    nodes, ranks = (1, config.launch.nproc) if info.launcher == "none" else (info.num_nodes, info.local_world_size)
+    return chosen(config, gpu_here(config.launch.device), nodes, ranks)
+
+
 RANKS_PER_CORE = 8  # beyond it a machine only swaps; tests run 8 ranks on 2 cores
 
 
@@ -121,7 +132,8 @@ def train_here(config: Config, reporter: Reporter) -> int:
         reporter.rank,
         reporter.node,
         partial(limit_of, config.fault),
-        announce=reporter.log is None and info.launcher != "local",
+        announce=info.launcher != "local",
+        is_alone=reporter.is_alone,
     )
     watchdog.start()
     trainer: Trainer | None = None
@@ -223,10 +235,10 @@ def run_eval(path: Path, overrides: Sequence[str], *, as_json: bool) -> dict[str
     from hpc_rl.preflight import preflight_eval
 
     given = [text.removeprefix("checkpoint=") for text in overrides if text.startswith("checkpoint=")]
-    config = load_config(path, [text for text in overrides if not text.startswith("checkpoint=")])
+    info = detect()
+    config = placed(load_config(path, [text for text in overrides if not text.startswith("checkpoint=")]), info)
     if given:
         config = replace(config, resume=str(find_run_checkpoint(given[-1])))  # type: ignore[type-var]  # a dataclass of pydantic
-    info = detect()
     launched = info.launcher != "none"
     if not launched and config.launch.nproc == 1:
         os.environ |= thread_env(config.launch.threads)
