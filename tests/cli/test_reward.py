@@ -11,7 +11,11 @@ from tests.cli.command import QUICKSTART, hpc_rl
 
 pytestmark = pytest.mark.xdist_group("cli-quickstart")
 FUNCTION = """
+import os
+import torch
+
 def score(prompt, response, fields):
+    print("threads", os.environ["OMP_NUM_THREADS"], torch.get_num_threads())
     if fields["answer"] == "bad":
         raise ValueError(f"no rule for {prompt}")
     return float(response == fields["answer"])
@@ -39,7 +43,8 @@ def test_fail(place: Path) -> None:
     done = hpc_rl("train", QUICKSTART, *overrides(), cwd=place, python_path=place)
     assert done.returncode == 1
     named = "the reward function failed on prompt_id 4, sample_id 0, response '"
-    assert f"the run stopped: rank 1 failed: RunError: {named}" in done.stderr
+    assert f"in reward of step 1: {named}" in done.stderr
+    assert done.stderr.startswith("hpc-rl: the run stopped: rank 1 on ") and done.stderr.count("\n") == 1
     assert "ValueError: no rule for 14+24=: correct the function, or set reward.on_error=score" in done.stderr
     assert "Traceback" not in done.stderr
     assert (place / "run/metrics.jsonl").read_text() == ""
@@ -47,9 +52,11 @@ def test_fail(place: Path) -> None:
 
 
 def test_score(place: Path) -> None:
-    policy = ["reward.on_error=score", "reward.error_score=-2", "launch.nproc=1", "checkpoint.rollouts=false"]
+    policy = ["reward.on_error=score", "reward.error_score=-2", "checkpoint.rollouts=false"]
+    policy += ["launch.nproc=1", "launch.threads=2"]  # one rank, in the command's own process
     done = hpc_rl("train", QUICKSTART, *overrides(*policy), cwd=place, python_path=place)
     assert done.returncode == 0, done.stderr
+    assert "threads 2 2\n" in done.stdout
     lines = done.stderr.splitlines()
     assert len(lines) == 3, "the first three failures are told, all are counted"
     for sample, line in enumerate(lines):
