@@ -60,9 +60,10 @@ class Job:
         return {e.role: e for e in (self.actor, self.critic) if e is not None}
 
     def close(self) -> None:
-        """Waits for the write in flight, ends the sampler, leaves the process group."""
+        """Waits for the write in flight, ends the sampler and the reward's process, leaves the process group."""
         self.checkpointer.close()
         self.sampler.close()
+        self.reward.close()
         parallel_state.destroy()
         release_run_dir()
 

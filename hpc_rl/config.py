@@ -88,7 +88,8 @@ class RolloutConfig:
 class RewardConfig:
     function: str = Field("hpc_rl.reward.functions:exact_match", description="module:function, see README")
     kwargs: dict[str, Any] = Field(default_factory=dict, description="keyword arguments handed to the function")
-    on_error: Literal["fail", "score"] = Field("fail", description="an exception or a non-finite score: stop the run, or use error_score")
+    timeout_s: float | None = Field(None, gt=0, description="longest time of one call: the function then runs in a process of its own, killed when it takes longer; null: in the rank, without a limit")
+    on_error: Literal["fail", "score"] = Field("fail", description="an exception, a time-out or a non-finite score: stop the run, or use error_score")
     error_score: float = Field(0.0, description="score of a sample whose reward failed")
 
 

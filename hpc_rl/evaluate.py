@@ -129,6 +129,7 @@ def evaluate_model(config: Config) -> dict[str, Any]:
     finally:
         checkpointer.close()
         sampler.close()
+        reward.close()
         parallel_state.destroy()
     return {"weights": str(checkpoint or config.model.path)} | {
         name.removeprefix("eval/"): plain(value) for name, value in metrics.items()

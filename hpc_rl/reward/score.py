@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from hpc_rl.config import RewardConfig
 from hpc_rl.errors import RunError, UserError
+from hpc_rl.reward.killable import KillableFunction, RewardFailed
 
 if TYPE_CHECKING:
     from hpc_rl.rollout.protocol import Sample
 
 log = logging.getLogger(__name__)
 
+FLOAT32_MAX = 3.4028234663852886e38
 _EXCERPT_CHARS = 80
 _REASON_CHARS = 300
 _LOGGED_ERRORS = 3  # in full; the others are counted
@@ -28,8 +30,8 @@ _LOGGED_ERRORS = 3  # in full; the others are counted
 class RewardFunction:
     """Scores finished responses one by one.
 
-    ``num_errors`` counts the samples whose reward failed (an exception, or a result that is no finite number) since the
-    start; a metric shows them.
+    ``num_errors`` counts the samples whose reward failed (an exception, a result that is no finite number, and with
+    ``reward.timeout_s`` a call that took too long or killed its process) since the start; a metric shows them.
     """
 
     def __init__(
@@ -38,8 +40,10 @@ class RewardFunction:
         kwargs: Mapping[str, Any] | None = None,
         on_error: Literal["fail", "score"] = "fail",
         error_score: float = 0.0,
+        killable: KillableFunction | None = None,
     ) -> None:
         self.function = function
+        self._killable = killable  # the same function, in a process of its own
         self.kwargs = dict(kwargs or {})
         self.on_error = on_error
         self.error_score = error_score
@@ -56,7 +60,9 @@ class RewardFunction:
                     f"reward.function = {config.function}: needs {package}, which is not installed: pip install "
                     f"{package.replace('_', '-')}"
                 )
-        return RewardFunction(function, config.kwargs, config.on_error, config.error_score)
+        timeout_s = config.timeout_s
+        killable = None if timeout_s is None else KillableFunction(config.function, config.kwargs, timeout_s)
+        return RewardFunction(function, config.kwargs, config.on_error, config.error_score, killable)
 
     @property
     def required_fields(self) -> tuple[str, ...]:
@@ -71,21 +77,29 @@ class RewardFunction:
         """
         return [self._score_one(sample) for sample in samples]
 
+    def close(self) -> None:
+        """Ends the function's process, if it has one."""
+        if self._killable is not None:
+            self._killable.close()
+
     def _score_one(self, sample: Sample) -> float:
         prompt = sample.request.prompt
         try:
-            result = self.function(prompt.text, sample.text, prompt.fields, **self.kwargs)
-            score = _finite(result)
+            if self._killable is not None:
+                return self._killable(prompt.text, sample.text, prompt.fields)
+            return finite(self.function(prompt.text, sample.text, prompt.fields, **self.kwargs))
+        except RunError:  # no sample's fault
+            raise
         except (Exception, SystemExit) as error:  # a user's code may raise anything, sys.exit() included
             return self._failed(sample, error)
-        return score
 
     def _failed(self, sample: Sample, error: BaseException) -> float:
         excerpt = sample.text if len(sample.text) <= _EXCERPT_CHARS else sample.text[:_EXCERPT_CHARS] + "..."
+        kind = error.kind if isinstance(error, RewardFailed) else type(error).__name__
         reason = " ".join(str(error).split())[:_REASON_CHARS] or "no message"
         message = (
             f"the reward function failed on prompt_id {sample.request.prompt.prompt_id}, sample_id "
-            f"{sample.request.sample_id}, response {excerpt!r}: {type(error).__name__}: {reason}"
+            f"{sample.request.sample_id}, response {excerpt!r}: {kind}: {reason}"
         )
         if self.on_error == "fail":
             raise RunError(
@@ -170,11 +184,13 @@ def _functions(module: Any) -> str:
     return ", ".join(names[:8]) or "no public function"
 
 
-def _finite(result: Any) -> float:
+def finite(result: Any) -> float:
     """A score as a float. Raises TypeError or ValueError for what is none (None, text, NaN, a vector)."""
     if not hasattr(type(result), "__float__"):
         raise TypeError(f"the result is {result!r} ({type(result).__name__}), but must be a number")
     score = float(result)
     if not math.isfinite(score):
         raise ValueError(f"the result is {score}, but must be finite")
+    if abs(score) > FLOAT32_MAX:
+        raise ValueError(f"the result is {score:g}, but a score is a float32, at most {FLOAT32_MAX:g}")
     return score
