@@ -30,64 +30,74 @@ def token_log_probs(
         vocab_size: true size; rows beyond it are masked out of the denominator.
         group: tensor-parallel group, or None.
 
-    Returns: (log_probs, entropy), float32 [n] each, in nats, the same on every rank of ``group``. The gradient with
-    respect to ``hidden`` is this rank's part: the caller sums it over ``group``.
+    Returns: (log_probs, entropy), float32 [n] each (float64 if ``hidden`` is), in nats, the same on every rank of
+    ``group``. The gradient with respect to ``hidden`` is this rank's part: the caller sums it over ``group``.
     """
     return _TokenLogProbs.apply(hidden, weight, targets, temperature, vocab_size, group)
 
 
 class _TokenLogProbs(torch.autograd.Function):
-    """Forward keeps log-sum-exp and entropy [n]; backward recomputes the logits of each chunk."""
+    """With s_j = logit_j - max, Z = sum exp(s_j), m = sum exp(s_j) s_j / Z: log p_t = s_t - log Z, H = log Z - m.
+
+    Differences of large logits are taken first, so that neither cancels in float32. Forward keeps max, Z and m [n];
+    backward recomputes the logits of each chunk.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, vocab_size: int, group: Any
     ) -> tuple[Tensor, Tensor]:
         first = (dist.get_rank(group) if group is not None else 0) * weight.shape[0]
-        n = hidden.shape[0]
-        log_probs, entropy, lse = (hidden.new_empty(n, dtype=torch.float32) for _ in range(3))
+        n, dtype = hidden.shape[0], _dtype_of_logits(hidden)
+        log_probs, entropy, top, total, mean = (hidden.new_empty(n, dtype=dtype) for _ in range(5))
         for lo in range(0, n, CHUNK_TOKENS):
             part = slice(lo, lo + CHUNK_TOKENS)
             logits = _logits(hidden[part], weight, temperature, vocab_size - first)
             target, mine = _local_targets(targets[part], first, weight.shape[0])
-            top = logits.max(dim=-1).values
+            top[part] = logits.max(dim=-1).values
             if group is not None:
-                dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
-            target_logit = logits.gather(-1, target[:, None])[:, 0].where(mine, 0.0)
-            exp = (logits - top[:, None]).exp_()
-            sums = torch.stack([exp.sum(-1), (exp * logits).sum(-1), target_logit])
+                dist.all_reduce(top[part], op=dist.ReduceOp.MAX, group=group)
+            shifted = logits.sub_(top[part, None])
+            exp = shifted.exp()
+            of_target = shifted.gather(-1, target[:, None])[:, 0].where(mine, 0.0)
+            sums = torch.stack([exp.sum(-1), exp.mul_(shifted).sum(-1), of_target])
             if group is not None:
                 dist.all_reduce(sums, group=group)
-            lse[part] = top + sums[0].log()
-            log_probs[part] = sums[2] - lse[part]
-            entropy[part] = lse[part] - sums[1] / sums[0]
-        ctx.save_for_backward(hidden, weight, targets, lse, entropy)
+            total[part], mean[part] = sums[0], sums[1] / sums[0]
+            log_probs[part] = sums[2] - sums[0].log()
+            entropy[part] = sums[0].log() - mean[part]
+        ctx.save_for_backward(hidden, weight, targets, top, total, mean)
         ctx.temperature, ctx.first, ctx.vocab_size = temperature, first, vocab_size
         return log_probs, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        grad_log_probs, grad_entropy = grads
-        hidden, weight, targets, lse, entropy = ctx.saved_tensors
+        hidden, weight, targets, top, total, mean = ctx.saved_tensors
+        # d log p_t / d l_j = [j = t] - p_j ;  d H / d l_j = -p_j (log p_j + H) = -p_j (s_j - m) ;  p_j = exp(s_j) / Z
+        grad_log_probs, grad_entropy = (grad / ctx.temperature for grad in grads)  # of logits before the temperature
+        slope, offset = -grad_entropy / total, (grad_entropy * mean - grad_log_probs) / total
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        grad_weight = torch.zeros_like(weight, dtype=total.dtype)
         for lo in range(0, hidden.shape[0], CHUNK_TOKENS):
             part = slice(lo, lo + CHUNK_TOKENS)
             logits = _logits(hidden[part], weight, ctx.temperature, ctx.vocab_size - ctx.first)
             target, mine = _local_targets(targets[part], ctx.first, weight.shape[0])
-            log_p = logits.sub_(lse[part, None])
-            p = log_p.exp()
-            # d log p_t / d l_j = [j = t] - p_j ;  d H / d l_j = -p_j (log p_j + H)
-            grad = p * (-grad_log_probs[part, None] - grad_entropy[part, None] * (log_p + entropy[part, None]))
+            shifted = logits.sub_(top[part, None])
+            exp = shifted.exp()
+            grad = shifted.mul_(slope[part, None]).add_(offset[part, None]).mul_(exp)
             grad.scatter_add_(-1, target[:, None], (grad_log_probs[part] * mine)[:, None])
-            grad = (grad / ctx.temperature).to(weight.dtype)
+            grad = grad.to(weight.dtype)
             grad_hidden[part] = grad @ weight
             grad_weight += grad.t() @ hidden[part]
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
 
 
+def _dtype_of_logits(hidden: Tensor) -> torch.dtype:
+    return torch.promote_types(hidden.dtype, torch.float32)
+
+
 def _logits(hidden: Tensor, weight: Tensor, temperature: float, valid_rows: int) -> Tensor:
-    logits = (hidden @ weight.t()).float()
+    logits = (hidden @ weight.t()).to(_dtype_of_logits(hidden))
     if temperature != 1.0:
         logits /= temperature
     if valid_rows < weight.shape[0]:

@@ -1,4 +1,4 @@
-"""Aggregation, policy, value and entropy losses, with gradients, against recorded results of verl and TRL."""
+"""Aggregation, policy and value losses, with gradients, against recorded results of verl and TRL."""
 
 import pytest
 import torch
@@ -17,7 +17,6 @@ NO_POLICY_LOSS = ("geo_mean", "dppo_tv", "dppo_kl", "dro", "kl_cov")
 ALL_POLICY = [c for c in load("policy_loss") if c.params.get("loss_mode") not in NO_POLICY_LOSS]
 POLICY = [c for c in ALL_POLICY if c.params.get("loss_mode") != "bypass_mode"]
 BYPASS = [c for c in ALL_POLICY if c.params.get("loss_mode") == "bypass_mode"]
-ENTROPY = [c for c in load("entropy") if c.fn == "entropy"]
 # One ratio per sequence exists for the clipped loss alone (gspo); luspo is not offered.
 TRL = [
     c
@@ -161,15 +160,6 @@ def test_value_loss(case: Case, layout: str) -> None:
     close(total, case.expected["vf_loss"])
     close(masked_mean(metrics["value_clip_frac"].double(), flat.mask), case.expected["vf_clipfrac"])
     flat.check(values.grad, case.expected["grad_vpreds"])
-
-
-@layouts
-@cases(ENTROPY)
-def test_entropy_aggregation(case: Case, layout: str) -> None:
-    """The bonus enters the loss by the same weights (the entropy itself is the engine's)."""
-    flat = Flat(case["response_mask"], layout)
-    entropy = keep(flat(case.expected["token_entropy"]), flat.mask)
-    close((weights_of(case, flat) * entropy).sum(), case.expected["entropy_loss"])
 
 
 @layouts
