@@ -121,7 +121,7 @@ class AlgorithmConfig:
     sapo_tau_negative: float = Field(1.05, gt=0, description="SAPO: gate temperature, other advantages")
     refill_rounds: int = Field(0, ge=0, description="most times that groups of one outcome are replaced by new prompts (dynamic sampling)")
     max_staleness: int = Field(0, ge=0, description="most steps that the sampler's weights may be behind the actor's")
-    overlong_buffer_tokens: int = Field(0, ge=0, description="DAPO: tokens before the length limit that cost reward")
+    overlong_buffer_tokens: int = Field(0, ge=0, description="DAPO: tokens before the length limit that cost reward; with algorithm.name=dapo a fifth of rollout.max_response_tokens")
     overlong_penalty: float = Field(1.0, ge=0, description="DAPO: reward lost at the limit, linear over the buffer")
     correction: Literal["none", "tis-token", "tis-sequence", "icepop-token", "icepop-sequence"] = Field(
         "none", description="loss weights trainer / sampler: at most the bound (tis), or 0 outside the bounds (icepop)"

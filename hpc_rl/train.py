@@ -51,7 +51,7 @@ class RLTrainer(Trainer):
         with meter.phase("rollout"), phase("generation", step):
             batch, rollout_metrics = self._rollout(step)
         with meter.phase("score"), phase("scoring", step):
-            batch = self._score(batch)
+            batch = self._score(step, batch)
         batch, metrics = prepare(batch, self.config, self.kl.coef)
         self.job.checkpointer.fence()  # weights may change once the save in flight has its copy
         with meter.phase("update"):
@@ -59,9 +59,9 @@ class RLTrainer(Trainer):
         with meter.phase("reshard"), phase("reshard", step):
             self.steps_done = step
             metrics |= self._sync_weights()
-        metrics.setdefault("kl", 0.0)
         metrics["kl_coef"] = self.kl.coef
-        self.kl.update(metrics["kl"], len(batch))
+        if "kl" in metrics:  # a KL that nobody measured moves nothing
+            self.kl.update(metrics["kl"], len(batch))
         response_tokens = int(batch["response_mask"].sum())
         return metrics | rollout_metrics | meter.summary(batch.num_tokens, response_tokens)
 
@@ -81,11 +81,14 @@ class RLTrainer(Trainer):
         job.colocation.generate()
         return collect_step(job.sampler, job.reward, self.curriculum, self.config, step)
 
-    def _score(self, batch: Batch) -> Batch:
+    def _trains_actor(self, step: int) -> bool:
+        return step > self.config.algorithm.critic_warmup_steps or self.job.critic is None
+
+    def _score(self, step: int, batch: Batch) -> Batch:
         """Adds old and reference log-probs and values, as the algorithm needs them."""
         job = self.job
         job.colocation.train()
-        if needs_old_log_probs(self.config):
+        if needs_old_log_probs(self.config, self._trains_actor(step)):
             batch = batch.with_tokens(old_log_probs=job.actor.forward(batch)["log_probs"])
         if job.reference is not None:
             batch = batch.with_tokens(ref_log_probs=job.reference.forward(batch)["log_probs"])
@@ -97,13 +100,12 @@ class RLTrainer(Trainer):
         """All optimizer steps of one RL step; metrics are means over them."""
         job, config = self.job, self.config
         shuffle = torch.Generator().manual_seed(config.seed * 1_000_003 + step)
-        train_actor = step > config.algorithm.critic_warmup_steps or job.critic is None
         means = Means()
         for mini in mini_batches(batch, config, shuffle):
             if job.critic is not None:
                 with phase("critic", step):
                     means.add(job.critic.train_batch(mini, value_loss(config)), prefix="critic/")
-            if train_actor:
+            if self._trains_actor(step):
                 outputs: dict[str, Tensor] | None = None if "old_log_probs" in mini else {}
                 with phase("actor", step):
                     means.add(job.actor.train_batch(mini, policy_loss(config, self.kl.coef), outputs), prefix="actor/")

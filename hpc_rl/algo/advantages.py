@@ -162,5 +162,5 @@ def gpg(outcomes: Tensor, group_ids: Tensor) -> Tensor:
     alpha makes up for the samples that carry no gradient. Source: arXiv 2504.02546. verl counts samples
     with an outcome other than 0 instead, which depends on where the rewards' zero lies; the paper's count is used here.
     """
-    carrying = (~group_statistics(outcomes, group_ids).uniform).sum().clamp(min=1)
+    carrying = (~group_statistics(outcomes, group_ids).uniform).sum().clamp(min=1).to(outcomes.dtype)
     return dr_grpo(outcomes, group_ids) * (outcomes.numel() / carrying)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from hpc_rl.algo.ignored import refuse_ignored, refuse_ignored_objective
 from hpc_rl.algo.registry import Algorithm, algorithm, objective
 from hpc_rl.config import Config
 from hpc_rl.errors import UserError
@@ -39,21 +40,11 @@ def _critic(config: Config, algo: Algorithm) -> None:
         raise UserError(
             f"model.critic_path = {config.model.critic_path}, but algorithm.name = {name} has no critic: unset it"
         )
-    if not algo.needs_critic and warmup:
-        raise UserError(
-            f"algorithm.critic_warmup_steps = {warmup}, but algorithm.name = {name} has no critic: set it to 0"
-        )
     if warmup >= config.steps:
         raise UserError(
             f"algorithm.critic_warmup_steps = {warmup}, but steps = {config.steps}: the actor would never learn; "
             "set it below steps"
         )
-
-
-def _discount(config: Config, algo: Algorithm) -> None:
-    name, gamma = config.algorithm.name, config.algorithm.gamma
-    if not algo.uses_gamma and gamma != 1.0:
-        raise UserError(f"algorithm.gamma = {gamma}, but algorithm.name = {name} does not discount: set it to 1")
 
 
 def _clip(config: Config, algo: Algorithm) -> None:
@@ -74,12 +65,6 @@ def _clip(config: Config, algo: Algorithm) -> None:
         )
 
 
-def _clip_dual(config: Config, algo: Algorithm) -> None:
-    name, bound = config.algorithm.name, config.algorithm.clip_dual
-    if bound is not None and not algo.uses_clip_dual:
-        raise UserError(f"algorithm.clip_dual = {bound}, but algorithm.name = {name} has no dual clip: set it to null")
-
-
 def _kl(config: Config, algo: Algorithm) -> None:
     a = config.algorithm
     if a.kl_target is not None and a.kl_placement == "none":
@@ -94,6 +79,11 @@ def _kl(config: Config, algo: Algorithm) -> None:
         raise UserError(
             f"algorithm.kl_straight_through = true changes a gradient, but kl_placement = {a.kl_placement} has none: "
             "set kl_placement to loss"
+        )
+    if a.kl_placement == "loss" and a.kl_estimator == "k1" and not a.kl_straight_through:
+        raise UserError(
+            "algorithm.kl_estimator = k1 as a loss (kl_placement = loss) has a gradient of 0 on average: set "
+            "kl_estimator to k2 or k3, or kl_straight_through=true"
         )
     if config.model.reference_path is not None and a.kl_placement == "none":
         raise UserError(
@@ -113,17 +103,18 @@ def _lengths(config: Config, algo: Algorithm) -> None:
 
 def _mismatch(config: Config, algo: Algorithm) -> None:
     a = config.algorithm
-    if a.correction.startswith("icepop") and a.correction_low >= a.correction_high:
-        raise UserError(
-            f"algorithm.correction_low = {a.correction_low} is not below correction_high = {a.correction_high}: "
-            "swap them"
-        )
-    if a.reject.endswith("k1") and a.reject_low >= a.reject_high:
-        raise UserError(f"algorithm.reject_low = {a.reject_low} is not below reject_high = {a.reject_high}: swap them")
-    if a.correction == "none" and a.correction_normalize:
-        raise UserError(
-            "algorithm.correction_normalize = true, but correction = none has no weights: set correction or unset it"
-        )
+    for setting, low, high, bounded in (
+        ("correction", a.correction_low, a.correction_high, a.correction.startswith("icepop")),
+        ("reject", a.reject_low, a.reject_high, a.reject.endswith("k1")),
+    ):
+        if bounded and low >= high:
+            raise UserError(f"algorithm.{setting}_low = {low} is not below {setting}_high = {high}: swap them")
+        if bounded and not low <= 1 <= high:
+            raise UserError(
+                f"algorithm.{setting}_low = {low} and {setting}_high = {high} leave out the ratio 1, that of a sampler "
+                f"which agrees with the trainer, so that nothing would be learned ({setting} = "
+                f"{getattr(a, setting)}): set {setting}_low to 1 or less and {setting}_high to 1 or more"
+            )
 
 
 def _sampling(config: Config, algo: Algorithm) -> None:
@@ -144,22 +135,7 @@ def _sampling(config: Config, algo: Algorithm) -> None:
         )
 
 
-def _preference_keys(config: Config, algo: Algorithm) -> None:
-    _unused(config, ("label_smoothing", "reward_center"))
-
-
-def _unused(config: Config, keys: tuple[str, ...]) -> None:
-    owners = {"label_smoothing": "dpo", "reward_center": "reward_model"}
-    for key in keys:
-        value, name = getattr(config.algorithm, key), config.algorithm.name
-        if value and owners[key] != name:
-            raise UserError(
-                f"algorithm.{key} = {value} belongs to algorithm.name = {owners[key]}, but that is {name}: set it to 0"
-            )
-
-
 def _objective_keys(config: Config) -> None:
-    _unused(config, ("label_smoothing", "reward_center"))
     a, name = config.algorithm, config.algorithm.name
     for key, value, right in (
         ("algorithm.epochs", a.epochs, 1),
@@ -210,6 +186,6 @@ def _evaluation(config: Config) -> None:
 
 
 _CHECKS: tuple[Callable[[Config, Algorithm], None], ...] = (
-    _samples, _critic, _discount, _clip, _clip_dual, _kl, _lengths, _mismatch, _sampling, _preference_keys,
+    _samples, _critic, _clip, _kl, _lengths, _mismatch, _sampling, refuse_ignored,
 )  # fmt: skip
-_OBJECTIVE_CHECKS: tuple[Callable[[Config], None], ...] = (_objective_keys, _objective_models)
+_OBJECTIVE_CHECKS: tuple[Callable[[Config], None], ...] = (_objective_keys, _objective_models, refuse_ignored_objective)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from hpc_rl.config import Config
+from hpc_rl.config import Config, RolloutConfig
 from hpc_rl.errors import UserError
 
 
@@ -27,6 +27,7 @@ class Algorithm:
     uses_gamma: bool = False
     clips: Literal["none", "ratio", "weight"] = "ratio"  # what clip_low and clip_high bound
     uses_clip_dual: bool = False
+    overlong_share: float = 0.0  # of rollout.max_response_tokens: the default of overlong_buffer_tokens
     defaults: Mapping[str, Any] = field(default_factory=dict)  # its published values, below the user's
 
 
@@ -83,8 +84,9 @@ ALGORITHMS: dict[str, Algorithm] = {
         needs_groups=True, clips="none", defaults=_NO_KL,
     ),
     "dapo": Algorithm(
-        "DAPO: GRPO with clip-higher, token mean, dynamic sampling, overlong shaping, no KL", "grpo", "ppo_clip",
-        needs_groups=True, uses_clip_dual=True, defaults={**_NO_KL, "clip_high": 0.28, "refill_rounds": 4},
+        "DAPO: GRPO with clip-higher, token mean, dynamic sampling, the last fifth of the length limit costs reward, no KL",
+        "grpo", "ppo_clip", needs_groups=True, uses_clip_dual=True, overlong_share=0.2,
+        defaults={**_NO_KL, "clip_high": 0.28, "refill_rounds": 4},
     ),
     "gspo": Algorithm(
         "GSPO: GRPO's advantage, one ratio per sequence, no KL", "grpo", "gspo", needs_groups=True,
@@ -137,16 +139,17 @@ def objective(name: str) -> Objective | None:
     return OBJECTIVES.get(name)
 
 
-def needs_old_log_probs(config: Config) -> bool:
+def needs_old_log_probs(config: Config, trains_actor: bool = True) -> bool:
     """Whether the trainer must score the rollouts before it learns from them.
 
     With one optimizer step per RL step the policy that learns is still the one that sampled: its own log-probs, taken
     in the training pass, are the old ones, and a whole forward pass is saved. A penalty in the reward, a correction or
-    a rejection must know them before.
+    a rejection must know them before. A step that trains no actor (``trains_actor``; the critic's warm-up) has no such
+    pass, so that mismatch and KL can be measured in no other way.
     """
     algo = config.algorithm
     several = algo.epochs * algo.mini_batches > 1
-    return several or algo.kl_placement == "reward" or algo.correction != "none" or algo.reject != "none"
+    return not trains_actor or several or algo.kl_placement == "reward" or algo.correction != "none" or algo.reject != "none"
 
 
 def _unknown(name: str) -> UserError:
@@ -170,4 +173,11 @@ def with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(given.get("name"), str):
         return dict(values)
     chosen = objective(given["name"]) or algorithm(given["name"])
-    return {**values, "algorithm": {**chosen.defaults, **given}}
+    return {**values, "algorithm": {**chosen.defaults, **_derived(chosen, values), **given}}
+
+
+def _derived(chosen: Algorithm | Objective, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Published values that are a share of another one: DAPO's buffer is 4096 of 20480 tokens (arXiv 2503.14476, 4.1)."""
+    limit = (values.get("rollout") or {}).get("max_response_tokens", RolloutConfig().max_response_tokens)
+    share = chosen.overlong_share if isinstance(chosen, Algorithm) else 0.0
+    return {"overlong_buffer_tokens": int(share * limit)} if share and isinstance(limit, int) else {}

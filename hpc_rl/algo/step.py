@@ -32,7 +32,8 @@ def prepare(batch: Batch, config: Config, kl_coef: float) -> tuple[Batch, dict[s
         config: the run's.
         kl_coef: the current coefficient.
     Returns: the batch with token_level_rewards, advantages, returns [N] (zeros outside the mask; dtype of
-        token_level_scores), and with a correction or rejection configured correction_weights, loss_mask [N]; metrics.
+        token_level_scores), and with a correction or rejection configured correction_weights, loss_mask [N]; metrics,
+        ``kl`` among them if the batch has both policies' log-probs.
     Raises: UserError if an array that the algorithm needs is missing, NotFiniteError if a reward is not finite.
     """
     _check(batch, config, kl_coef)
@@ -87,13 +88,16 @@ def _check(batch: Batch, config: Config, kl_coef: float) -> None:
     both = batch["scores"].double() + sums
     if not both.isfinite().all():
         row = int((~both.isfinite()).nonzero()[0])
-        raise NotFiniteError(f"the reward of sequence {row} is {float(both[row])}, but a reward must be finite")
+        ids = [f"{name[:-1]} {int(batch[name][row])}" for name in ("prompt_ids", "sample_ids") if name in batch]
+        raise NotFiniteError(
+            f"the reward of {', '.join(ids) or f'sequence {row}'} is {float(both[row])}, but a reward must be finite"
+        )
 
 
 def _rewards(batch: Batch, config: Config, kl_coef: float) -> tuple[Tensor, dict[str, float]]:
     """Scores less the penalties for length and KL: float64 [N], zeros outside the mask."""
     mask, algo = batch["response_mask"], config.algorithm
-    rewards, metrics = keep(batch["token_level_scores"].double(), mask), {"kl": 0.0}
+    rewards, metrics = keep(batch["token_level_scores"].double(), mask), dict[str, float]()
     if algo.overlong_buffer_tokens:
         lengths, limit = segment_count(mask, batch.cu_seqlens), config.rollout.max_response_tokens
         penalty = overlong_penalty(lengths, limit, algo.overlong_buffer_tokens, algo.overlong_penalty)

@@ -50,11 +50,12 @@ def test_metrics_of_a_known_step() -> None:
     batch = Batch(cu, tokens, {**sequences, "finished": torch.tensor([True, False])})
     _, metrics = prepare(batch, make_config("ppo", lam=1.0, kl_placement="none", whiten_advantages=False), 0.0)
     expected = {
-        "reward_mean": 2.0, "reward_std": math.sqrt(2), "response_tokens_mean": 1.5, "empty_frac": 0.0, "kl": 0.0,
+        "reward_mean": 2.0, "reward_std": math.sqrt(2), "response_tokens_mean": 1.5, "empty_frac": 0.0,
         "truncated_frac": 0.5, "informative_frac": 1.0, "values_mean": 1.0, "returns_mean": 7 / 3,
         "advantages_mean": 4 / 3, "explained_variance": 1 - (1 / 3) / (4 / 3), "mismatch/ess": 1.0,
     }  # fmt: skip
     assert {k: metrics[k] for k in expected} == pytest.approx(expected)
+    assert "kl" not in metrics, "nobody measured it"
 
 
 def test_overlong_penalty_costs_the_last_token() -> None:
@@ -97,6 +98,9 @@ def test_a_reward_that_is_not_finite_stops_the_run(score: float, where: str) -> 
         batch = batch.with_tokens(token_level_scores=values)
     with pytest.raises(RunError, match=r"sequence 3 is (nan|-?inf).*finite"):
         prepare(batch, make_config("grpo"), 0.0)
+    named = batch.with_sequences(prompt_ids=10 + torch.arange(6), sample_ids=20 + torch.arange(6))
+    with pytest.raises(RunError, match=r"prompt_id 13, sample_id 23 is (nan|-?inf).*finite"):
+        prepare(named, make_config("grpo"), 0.0)
 
 
 @pytest.mark.parametrize(

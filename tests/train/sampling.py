@@ -31,9 +31,9 @@ def run_steps(config: Config, last: int) -> dict[str, Any]:
     batches: list[Batch] = []
     score = trainer._score
 
-    def keep(batch: Batch) -> Batch:
+    def keep(step: int, batch: Batch) -> Batch:
         batches.append(batch)
-        return score(batch)
+        return score(step, batch)
 
     trainer._score = keep  # type: ignore[method-assign]
     trainer.train(last - trainer.steps_done)
