@@ -5,8 +5,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from hpc_rl.algo.registry import OBJECTIVES
 from hpc_rl.algo.step import prepare
+from hpc_rl.algo.supervised import supervised_loss, with_weights
 from hpc_rl.batch import Batch
+from hpc_rl.config import AlgorithmConfig, Config, RolloutConfig
+from hpc_rl.config_schema import LEAVES, choices
 from tests.algo.batches import (
     AGGREGATIONS,
     FLOATS,
@@ -21,6 +25,8 @@ from tests.algo.batches import (
 quick = settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 names = pytest.mark.parametrize("name", NAMES)
 aggregations = pytest.mark.parametrize("aggregation", AGGREGATIONS)
+CORRECTIONS = [m for m in choices(LEAVES["algorithm.correction"].annotation) if m != "none"]
+REJECTIONS = [m for m in choices(LEAVES["algorithm.reject"].annotation) if m != "none"]
 seeds = st.integers(0, 10**6)
 garbage = st.sampled_from([float("nan"), float("inf"), float("-inf"), 1e30, -3.0])
 
@@ -39,11 +45,8 @@ def perturbed(batch: Batch, value: float) -> Batch:
     return batch.with_tokens(**tokens, input_ids=batch["input_ids"] + 5 * outside)
 
 
-@names
-@quick
-@given(seed=seeds, value=garbage, num_sequences=st.integers(1, 7))
-def test_nothing_outside_the_mask_matters(name: str, seed: int, value: float, num_sequences: int) -> None:
-    config = full_config(name, aggregation=AGGREGATIONS[seed % 4])
+def check_mask(config: Config, seed: int, value: float, num_sequences: int) -> None:
+    """Garbage outside the mask changes no metric, array, loss or gradient of a step."""
     clean = make_batch(seed, num_sequences)
     outputs = outputs_of(clean)
     outside = ~clean["response_mask"]
@@ -57,6 +60,57 @@ def test_nothing_outside_the_mask_matters(name: str, seed: int, value: float, nu
     exact(
         losses_and_gradients(actual, config, dirty_outputs), losses_and_gradients(expected, config, outputs)
     )  # gradients too, and finite where the output was not
+
+
+@names
+@quick
+@given(seed=seeds, value=garbage, num_sequences=st.integers(1, 7))
+def test_nothing_outside_the_mask_matters(name: str, seed: int, value: float, num_sequences: int) -> None:
+    check_mask(full_config(name, aggregation=AGGREGATIONS[seed % 4]), seed, value, num_sequences)
+
+
+@pytest.mark.parametrize("correction", CORRECTIONS)
+@quick
+@given(seed=seeds, value=garbage, normalize=st.booleans())
+def test_nothing_outside_the_mask_matters_to_a_correction(
+    correction: str, seed: int, value: float, normalize: bool
+) -> None:
+    values = {"correction_low": 0.8, "correction_high": 1.2, "correction_normalize": normalize}
+    check_mask(full_config("grpo", correction=correction, **values), seed, value, 5)
+
+
+@pytest.mark.parametrize("rule", REJECTIONS)
+@quick
+@given(seed=seeds, value=garbage)
+def test_nothing_outside_the_mask_matters_to_a_rejection(rule: str, seed: int, value: float) -> None:
+    low, high = (0.8, 1.2) if rule.endswith("k1") else (0.5, 0.02)
+    check_mask(full_config("grpo", reject=rule, reject_low=low, reject_high=high), seed, value, 5)
+
+
+@pytest.mark.parametrize("name", list(OBJECTIVES))
+@quick
+@given(seed=seeds, value=garbage, pairs=st.integers(1, 4))
+def test_nothing_outside_the_mask_matters_to_an_objective(name: str, seed: int, value: float, pairs: int) -> None:
+    extras = {"label_smoothing": 0.1} if name == "dpo" else {"reward_center": 0.1} if name == "reward_model" else {}
+    algo = AlgorithmConfig(name=name, aggregation=AGGREGATIONS[seed % 4], **{**OBJECTIVES[name].defaults, **extras})
+    config = Config(algorithm=algo, rollout=RolloutConfig(max_response_tokens=16))
+    clean = make_batch(seed, 2 * pairs)
+    if name != "sft":
+        clean = clean.with_sequences(pair_ids=torch.arange(2 * pairs) // 2)
+    outputs, outside = outputs_of(clean), ~clean["response_mask"]
+    results = []
+    for batch, values in (
+        (clean, outputs),
+        (perturbed(clean, value), {k: v.masked_fill(outside, value) for k, v in outputs.items()}),
+    ):
+        leaves = {k: v.clone().requires_grad_(True) for k, v in values.items()}
+        loss, metrics = supervised_loss(config)(leaves, with_weights(batch, config))
+        loss.backward()
+        gradients = {k: v.grad for k, v in leaves.items() if v.grad is not None}
+        assert gradients and all((g[outside] == 0).all() for g in gradients.values())
+        results.append({"loss": loss.detach(), **metrics, **gradients})
+    assert results[0]["loss"] != 0 or not clean["response_mask"].any()
+    exact(results[1], results[0])
 
 
 @names

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from hpc_rl.config import Config
 from hpc_rl.errors import UserError
@@ -20,6 +21,7 @@ from hpc_rl.preflight import preflight, preflight_eval
 from hpc_rl.run import run_eval
 from hpc_rl.train import RLTrainer
 from tests.ranks import RankFailed, run_ranks
+from tests.train.kl import ACTOR, held_out
 from tests.train.runs import QUICKSTART, quickstart
 from tests.train.supervised import config_of as supervised_config
 from tests.train.supervised import train as train_supervised
@@ -134,6 +136,22 @@ def test_weights_of_a_directory_and_greedy() -> None:
     one, again = (run_ranks(1, scored, config)[0] for _ in range(2))
     assert one["weights"].endswith("model") and 0.2 < one["pass_at_1"] < 0.9
     assert {k: v for k, v in one.items() if k != "seconds"} == {k: v for k, v in again.items() if k != "seconds"}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 3.0])
+def test_held_out_responses_are_greedy_unless_told_otherwise(temperature: float) -> None:
+    """At temperature 0 each token is the one that plain Hugging Face finds likeliest, at 3 many are not."""
+    values = {"eval__temperature": temperature} if temperature else {}
+    (drawn,) = run_ranks(1, held_out, quickstart(eval__num_prompts=24, rollout__temperature=1.0, **values))
+    model = AutoModelForCausalLM.from_pretrained(ACTOR, dtype=torch.float32).eval()
+    likeliest, total = 0, 0
+    for prompt, response in drawn:
+        with torch.no_grad():
+            logits = model(torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1]
+        likeliest += int((logits.argmax(-1) == torch.tensor(response)).sum())
+        total += len(response)
+    assert len(drawn) == 24 and total >= 48
+    assert likeliest == total if temperature == 0 else likeliest < 0.8 * total
 
 
 def test_a_checkpoint_without_an_actor_is_refused(tmp_path: Path) -> None:

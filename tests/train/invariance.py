@@ -35,15 +35,21 @@ MODEL = {
 
 @dataclass(frozen=True)
 class Case:
-    """One loss. ``aggregation`` None: the algorithm's own, which it does not use."""
+    """One loss. ``aggregation`` None: the algorithm's own. ``values``: what else is set, above what all have."""
 
     name: str
     aggregation: str | None = None
     role: str = "actor"
+    values: tuple[tuple[str, Any], ...] = ()
 
     @property
     def label(self) -> str:
-        return "/".join(filter(None, (self.name, self.aggregation, self.role)))
+        values = (f"{key}={value}" for key, value in self.values)
+        return "/".join(filter(None, (self.name, self.aggregation, self.role, *values)))
+
+
+def also(name: str, role: str = "actor", **values: Any) -> Case:
+    return Case(name, role=role, values=tuple(values.items()))
 
 
 CASES = (
@@ -52,6 +58,18 @@ CASES = (
     Case("ipo"),
     Case("ppo", role="critic"),
     Case("reward_model", role="critic"),
+    also("grpo", reject="seq-max-k3", reject_high=0.02),
+    also("dr_grpo", reject="seq-mean-k1", reject_low=0.95, reject_high=1.05),
+    also("dapo", reject="token-k1", reject_low=0.9, reject_high=1.1),
+    also("grpo", correction="icepop-token", correction_low=0.9, correction_high=1.1),
+    also("grpo", correction="icepop-sequence", correction_low=0.8, correction_high=1.25),
+    also("grpo", correction="tis-token", correction_high=1.05, correction_normalize=True),
+    also("ppo", kl_placement="reward", kl_estimator="k1"),
+    also("rloo", kl_placement="reward", kl_estimator="k3"),
+    also("ppo", role="critic", kl_placement="reward", kl_estimator="k2"),
+    also("reinforce_plus_plus_baseline", kl_estimator="k2"),
+    also("grpo", kl_estimator="k1", kl_straight_through=True),
+    also("ppo", clip_dual=1.1),
 )
 
 
@@ -76,6 +94,7 @@ def with_case(config: Config, case: Case) -> Config:
         values |= {"kl_placement": "loss", "kl_estimator": "k3", "kl_coef": 0.1}
     if case.aggregation is not None:
         values["aggregation"] = case.aggregation
+    values |= dict(case.values)
     return replace(config, algorithm=AlgorithmConfig(**values))  # type: ignore[type-var]  # a dataclass of pydantic
 
 

@@ -11,6 +11,7 @@ import torch
 
 from hpc_rl.config import Config
 from tests.ranks import RankFailed, run_ranks
+from tests.train.kl import run_scored
 from tests.train.runs import quickstart
 from tests.train.sampling import collected, run_steps, same, step_without_a_sync, write_prompts
 
@@ -86,3 +87,41 @@ def test_stale_weights_are_counted_and_refused() -> None:
     assert metrics["off_policy_steps_mean"] == metrics["off_policy_steps_max"] == 1
     with pytest.raises(RankFailed, match="1 steps behind those of step 2, but algorithm.max_staleness = 0"):
         run_ranks(1, step_without_a_sync, quickstart(**GROUPS))
+
+
+def test_oversampling_draws_as_many_more() -> None:
+    """ceil(5 x 1.5) prompts for 5, in one round."""
+    (result,) = run_ranks(
+        1, run_scored, quickstart(**{**DAPO, "data__prompts_per_step": 5}, data__oversample=1.5, algorithm__refill_rounds=0), 1
+    )
+    (metrics,), (batch,) = result["metrics"], result["batches"]
+    assert (metrics["sampling/prompts_drawn"], metrics["sampling/rounds"]) == (8, 1)
+    assert len(batch) == 10 and batch["group_ids"].unique().numel() == 5
+
+
+HANGING = """
+import time
+def judge(prompt, response, fields):
+    if prompt.startswith("11+"): time.sleep(1e6)
+    return float(response == fields["answer"])
+"""
+
+
+@pytest.mark.parametrize("on_error", ["score", "fail"])
+def test_a_reward_that_hangs(on_error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On two ranks, whose vLLM and gloo run: the hanging samples are scored and counted, or end the run."""
+    (tmp_path / "my_hanging_for_test.py").write_text(HANGING)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    config = quickstart(
+        **GROUPS, run__dir=tmp_path / "run", data__prompts=write_prompts(tmp_path / "prompts.jsonl", 6),
+        data__prompts_per_step=6, rollout__samples_per_prompt=2, reward__function="my_hanging_for_test:judge",
+        reward__timeout_s=0.5, reward__on_error=on_error, reward__error_score=-7,
+    )  # fmt: skip
+    if on_error == "fail":
+        with pytest.raises(RankFailed, match="prompt_id 0, sample_id 0.*TimeoutError: it took longer than reward.timeout_s"):
+            run_ranks(2, run_scored, config, 1)
+        return
+    for result in run_ranks(2, run_scored, config, 1):
+        (metrics,), (batch,) = result["metrics"], result["batches"]
+        assert metrics["reward_errors"] == 2
+        assert ((batch["scores"] == -7) == (batch["prompt_ids"] == 0)).all()
