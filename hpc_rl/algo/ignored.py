@@ -67,9 +67,9 @@ def refuse_ignored_objective(config: Config) -> None:
     a = config.algorithm
     goal = objective(a.name)
     assert goal is not None, f"{a.name} learns from rollouts"
-    for field in dataclasses.fields(a):
-        if field.name not in ("name", "micro_batch_tokens", *OBJECTIVE_KEYS[a.name]):
-            _refuse(a, field.name, goal, f"algorithm.name = {a.name} does not read it")
+    for key in _DEFAULTS:
+        if key not in ("name", "micro_batch_tokens", *OBJECTIVE_KEYS[a.name]):
+            _refuse(a, key, goal, f"algorithm.name = {a.name} does not read it")
 
 
 def _refuse(a: AlgorithmConfig, key: str, chosen: Algorithm | Objective, reason: str) -> None:

@@ -138,9 +138,9 @@ def test_weights_of_a_directory_and_greedy() -> None:
     assert {k: v for k, v in one.items() if k != "seconds"} == {k: v for k, v in again.items() if k != "seconds"}
 
 
-@pytest.mark.parametrize("temperature", [0.0, 3.0])
+@pytest.mark.parametrize("temperature", [0.0, 2.0])
 def test_held_out_responses_are_greedy_unless_told_otherwise(temperature: float) -> None:
-    """At temperature 0 each token is the one that plain Hugging Face finds likeliest, at 3 many are not."""
+    """At temperature 0 each token is the one that plain Hugging Face finds likeliest, at 2 many are not."""
     values = {"eval__temperature": temperature} if temperature else {}
     (drawn,) = run_ranks(1, held_out, quickstart(eval__num_prompts=24, rollout__temperature=1.0, **values))
     model = AutoModelForCausalLM.from_pretrained(ACTOR, dtype=torch.float32).eval()
@@ -151,7 +151,7 @@ def test_held_out_responses_are_greedy_unless_told_otherwise(temperature: float)
         likeliest += int((logits.argmax(-1) == torch.tensor(response)).sum())
         total += len(response)
     assert len(drawn) == 24 and total >= 48
-    assert likeliest == total if temperature == 0 else likeliest < 0.8 * total
+    assert likeliest == total if temperature == 0 else likeliest < 0.9 * total
 
 
 def test_a_checkpoint_without_an_actor_is_refused(tmp_path: Path) -> None:
