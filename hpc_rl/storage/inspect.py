@@ -46,7 +46,9 @@ def inspect_path(path: str | Path, verify: bool = False, num_samples: int = 4) -
 
 
 def inspect_file(path: Path, verify: bool, num_samples: int) -> Report:
-    """An HDF5 file: a shard, an index or rollouts."""
+    """An HDF5 file: a shard, an index or rollouts, which may still be written."""
+    if path.parent.name.startswith("step_"):
+        return inspect_rollouts([path], num_samples)
     try:
         with h5py.File(path, "r", locking=False) as file:
             kind = str(file.attrs.get("format", ""))

@@ -23,7 +23,7 @@ from hpc_rl.storage.plan import full_name
 from hpc_rl.storage.tensor_io import digest
 from hpc_rl.tensors.shardmap import Piece, ShardMap, TensorSpec, intersect
 
-READ_BYTES = 32 << 20  # one read; four buffers of it
+READ_BYTES = 32 << 20  # one read; three buffers of it
 GAP_BYTES = 1 << 20  # two extents closer than this are read in one go
 
 
@@ -141,7 +141,7 @@ class Reader:
     def each(self, plan: Sequence[Read], use: Callable[[int, memoryview], None]) -> None:
         """Calls ``use(row, bytes of its extent)`` for each row of ``plan``; the bytes are valid in the call only."""
         size = align(max((read.nbytes for read in plan), default=0)) + BLOCK_BYTES
-        free = [new_buffer(size) for _ in range(min(4, len(plan)))]
+        free = [new_buffer(size) for _ in range(min(3, len(plan)))]
         waiting: list[tuple[Read, memoryview, Future[int]]] = []
         todo: Iterator[Read] = iter(plan)
         try:
