@@ -23,7 +23,7 @@ from hpc_rl.storage.plan import full_name
 from hpc_rl.storage.tensor_io import digest
 from hpc_rl.tensors.shardmap import Piece, ShardMap, TensorSpec, intersect
 
-READ_BYTES = 32 << 20  # one read; three buffers of it
+READ_BYTES, NUM_IN_FLIGHT = 32 << 20, 3  # size of a read, and reads at a time
 GAP_BYTES = 1 << 20  # two extents closer than this are read in one go
 
 
@@ -120,7 +120,7 @@ def reads(index: Index, rows: Sequence[int]) -> list[Read]:
 
 def new_buffer(nbytes: int) -> memoryview:
     """Page-aligned memory, in huge pages where the system gives them: touched for the first time many times faster."""
-    memory = mmap.mmap(-1, align(nbytes, 2 << 20))
+    memory = mmap.mmap(-1, align(nbytes, 2 << 20), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):
             memory.madvise(mmap.MADV_HUGEPAGE)
@@ -141,11 +141,11 @@ class Reader:
     def each(self, plan: Sequence[Read], use: Callable[[int, memoryview], None]) -> None:
         """Calls ``use(row, bytes of its extent)`` for each row of ``plan``; the bytes are valid in the call only."""
         size = align(max((read.nbytes for read in plan), default=0)) + BLOCK_BYTES
-        free = [new_buffer(size) for _ in range(min(3, len(plan)))]
+        free = [new_buffer(size) for _ in range(min(NUM_IN_FLIGHT + 1, len(plan)))]
         waiting: list[tuple[Read, memoryview, Future[int]]] = []
         todo: Iterator[Read] = iter(plan)
         try:
-            with ThreadPoolExecutor(2) as pool:
+            with ThreadPoolExecutor(NUM_IN_FLIGHT) as pool:
                 while True:
                     while free and (read := next(todo, None)):
                         buffer = free.pop()

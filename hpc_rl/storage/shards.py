@@ -23,7 +23,7 @@ from hpc_rl.storage.files import Files
 from hpc_rl.storage.plan import Extent, Region, regions, state_name, with_state
 from hpc_rl.storage.tensor_io import digest, h5_type, itemsize
 
-WRITE_BYTES = 32 << 20  # one write; two are in flight
+WRITE_BYTES, NUM_IN_FLIGHT = 32 << 20, 3  # size of a write, and writes at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,14 +246,14 @@ def write_data(
     files: Files, fd: int, member: Member, offsets: dict[str, int], buffer: memoryview,
     wait_filled: Callable[[int], None],
 ) -> list[bytes]:  # fmt: skip
-    """The blocks of all regions, two in flight while the digests of their extents are taken. Returns the digests."""
+    """The blocks of all regions, several in flight while the digests of their extents are taken. Returns these."""
     digests: list[bytes] = []
     begin_of = {region.dataset.split("/")[1]: region.offset for region in member.regions()}
     pending = []
     for extent in member.all_extents():
         begin = begin_of[member.dataset(extent)] + extent.begin * itemsize(extent.dtype)
         pending.append((begin, begin + extent.nbytes))
-    with ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(NUM_IN_FLIGHT) as pool:
         writes: list[Future[None]] = []
         for region in member.regions():
             for low in range(0, region.nbytes, WRITE_BYTES):
@@ -264,7 +264,7 @@ def write_data(
                 while len(digests) < len(pending) and pending[len(digests)][1] <= region.offset + high:
                     first, last = pending[len(digests)]
                     digests.append(digest(buffer[first:last]))
-                if len(writes) > 2:
+                if len(writes) > NUM_IN_FLIGHT:
                     writes.pop(0).result()
         for write in writes:
             write.result()
