@@ -136,3 +136,8 @@ class Spool:
 
     def _gone(self) -> None:
         self.dead = f"the checkpoint writer process died with exit code {self.process.wait()}"
+
+
+def first_error(states: list[tuple[bool, str | None]]) -> str | None:
+    """The first of all ranks' errors, with its rank."""
+    return next((f"rank {rank}: {error}" for rank, (_, error) in enumerate(states) if error), None)

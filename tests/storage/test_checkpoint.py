@@ -6,6 +6,7 @@ import json
 import os
 import resource
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from hpc_rl.errors import RunError, UserError
 from hpc_rl.storage import manifest
 from hpc_rl.storage.checkpoint import Checkpointer, DamagedCheckpoint
 from hpc_rl.storage.files import Files
+from hpc_rl.storage.lock import RunLock
 from hpc_rl.tensors.shardmap import Piece, ShardMap, TensorSpec, whole_piece
 from tests.ranks import run_ranks
 from tests.storage.disks import Broken, Slow
@@ -134,6 +136,9 @@ def test_a_killed_writer_is_reported_at_the_next_step(tmp_path: Path) -> None:
         with pytest.raises(RunError, match="rank 0: the checkpoint writer process died with exit code -9"):
             one.poll()
         assert steps(tmp_path) == [1]
+        one.save(3, state(3), {})
+        one.wait()
+        assert_loads(one, 3)
 
 
 def test_signals_of_the_job_do_not_end_the_writer(tmp_path: Path) -> None:
@@ -195,6 +200,34 @@ def test_a_full_disk_keeps_the_old_checkpoint_and_stops_or_goes_on_by_policy(tmp
             one.wait()
             assert_loads(one, 3)
             assert steps(run_dir) == [3]
+
+
+def test_a_directory_that_became_read_only_is_named_and_the_old_checkpoint_loads(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", BALLAST) as mounted:
+        run_dir = tmp_path / "disk" / "run"
+        with checkpointer(run_dir, asynchronous=False) as one:
+            one.save(1, state(1), {})
+            if mounted:
+                subprocess.run(["mount", "-o", "remount,ro", str(tmp_path / "disk")], check=True)
+            else:
+                (run_dir / "checkpoints").chmod(0o555)
+            with pytest.raises(
+                RunError, match="rank 0: .*(Read-only file system|Permission denied).*checkpoint_2_partial"
+            ):
+                one.save(2, state(2), {})
+            assert_loads(one, 1)
+        if mounted:
+            with pytest.raises(UserError, match="lock: cannot be written .Read-only file system.: set run.dir"):
+                RunLock(run_dir)
+
+
+def test_the_step_decides_what_is_newest_and_no_clock(tmp_path: Path) -> None:
+    with checkpointer(tmp_path, asynchronous=False) as one:
+        for step in (1, 2):
+            one.save(step, state(step), {})
+        os.utime(one.root / "checkpoint_2_complete", (0, 0))
+        os.utime(one.root / "checkpoint_2_complete" / "manifest.json", (0, 0))
+        assert_loads(one, 2)
 
 
 def fails_on_one_rank(run_dir: Path) -> None:
