@@ -161,11 +161,13 @@ def inspect_rollouts(paths: list[Path], num_samples: int) -> Report:
 
 
 def file_row(path: Path, file: RolloutFile) -> Report:
+    """A row of the table of journals."""
     fields = ", ".join(sorted(file.fields))
     return {"file": path.name, "sequences": len(file), "damaged": file.num_damaged, "added_fields": fields}
 
 
 def sample_row(record: Record) -> Report:
+    """A row of the table of samples: ends of long texts only."""
     row = record.row[0]
     return {
         "prompt_id": record.key[0], "sample_id": record.key[1],
