@@ -13,6 +13,9 @@
 
     reward = RewardModel("hpc_rl.reward.functions:exact_match")       # or a callable, or a directory
     reward.score("12+34=", "46", {"answer": "46"})                    # 1.0
+
+Several models may be open at once, also beside an `RLTrainer` of the same process, which must then be made first and
+closed last.
 """
 
 from __future__ import annotations
@@ -86,31 +89,27 @@ class ActorModel(Model):
             prompts: texts, or conversations for the model's chat template.
             max_new_tokens: length limit of a response.
             temperature: 0: greedy.
-            top_p, top_k: of nucleus and top-k sampling; 1 and -1: off.
+            top_p, top_k: 1 and -1: off.
             n: responses per prompt.
             seed: the same seed gives the same responses, whatever else is in ``prompts`` (up to rounding).
 
         Returns:
-            ``n`` samples for each prompt, prompt by prompt: ``sample.text``, ``sample.response_ids``,
-            ``sample.log_probs`` (of the tempered distribution), ``sample.finished``.
+            ``n`` samples for each prompt, prompt by prompt: ``text``, ``response_ids``, ``log_probs`` (of the tempered
+            distribution), ``finished``.
 
         Raises:
             UserError: a prompt that does not fit ``max_model_len``, no chat template, values out of range.
         """
-        if n < 1:
-            raise UserError(f"n = {n}: must be at least 1")
-        if temperature < 0:
-            raise UserError(f"temperature = {temperature}: must be at least 0 (0: greedy)")
+        for name, value, least in (("n", n, 1), ("temperature", temperature, 0)):
+            if value < least:
+                raise UserError(f"{name} = {value}: must be at least {least}")
         sampling = {"max_response_tokens": max_new_tokens, "top_p": top_p, "top_k": top_k, **self._memory}
         config = configured(RolloutConfig, sampling)
         tokenized = self._tokenize(prompts, max_new_tokens)
         sampler = self._start_sampler()
         sampler.config = config
-        requests = [
-            Request(prompt, group, sample, request_seed(seed, 0, group, sample))
-            for group, prompt in enumerate(tokenized)
-            for sample in range(n)
-        ]
+        places = [(group, prompt, k) for group, prompt in enumerate(tokenized) for k in range(n)]
+        requests = [Request(prompt, group, k, request_seed(seed, 0, group, k)) for group, prompt, k in places]
         return sampler.generate(requests, temperature=temperature)
 
     def log_probs(self, sequences: Sequence[Text], *, temperature: float = 1.0) -> list[Tensor]:

@@ -115,6 +115,7 @@ def bench(
     as_json: Json = False,
 ) -> None:
     """Measure on this machine, and say how far from the limit it is."""
+    quiet()
     from benchmarks import run_benchmark
 
     _print(run_benchmark(name, quick=quick), as_json)

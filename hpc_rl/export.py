@@ -133,8 +133,7 @@ def export_checkpoint(
     """
     if dtype is not None and dtype not in DTYPES:
         raise UserError(f"--dtype {dtype}: must be one of {', '.join(DTYPES)}")
-    opened = open_source(source, role, model)
-    partial = begin_export(out)
+    opened, partial = open_source(source, role, model), begin_export(out)
     dtype = dtype or opened.dtype
     files = files_of(opened.spec, dtype, max_file_bytes)
     for file, names in files.items():

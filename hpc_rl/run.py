@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from hpc_rl.algo.registry import objective
@@ -78,12 +79,14 @@ def train_here(config: Config) -> int:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     import_heavy()
     trainer = make_trainer(config)
+    signal.signal(signal.SIGINT, interrupted)
     try:
         trainer.train()
     except RunError:  # every rank has it: they wait together for the checkpoint in flight
         trainer.close()
         raise
     except BaseException:  # the others may stand in another collective, so leave without one
+        trainer.sinks.close()
         trainer.job.checkpointer.close()
         raise
     trainer.close()
@@ -95,6 +98,14 @@ def train_here(config: Config) -> int:
         print(closing_words(config, trainer.steps_done), flush=True)
     finish(info)
     return code
+
+
+def interrupted(number: int, frame: FrameType | None) -> None:
+    """Ctrl-C is as polite as SIGTERM: the step ends and is saved. A second one ends at once, whoever started us."""
+    if detect().rank == 0:
+        # Not print: the signal may have come in the middle of one.
+        os.write(1, b"Interrupted: this step is the last, and will be saved (again: stop at once)\n")
+    signal.raise_signal(signal.SIGTERM)
 
 
 TRY_AGAIN = 75  # exit code of a run that stopped before its end and can go on (EX_TEMPFAIL)

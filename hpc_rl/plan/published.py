@@ -15,6 +15,7 @@ _COLUMNS = (
 _LLAMA, _QWEN2, _QWEN3 = ("llama", 131072), ("qwen2", 32768), ("qwen3", 40960)
 _ROWS: dict[str, tuple[tuple[str, int], tuple[int, ...]]] = {
     "smollm2-135m": (("llama", 8192), (576, 1536, 30, 9, 3, 64, 49152, 1)),
+    "smollm2_critic": (("llama", 8192), (576, 1536, 6, 9, 3, 64, 49152, 1)),  # as configs/ppo_smollm2.yaml has it made
     "llama-3.2-1b": (_LLAMA, (2048, 8192, 16, 32, 8, 64, 128256, 1)),
     "llama-3.2-3b": (_LLAMA, (3072, 8192, 28, 24, 8, 128, 128256, 1)),
     "llama-3.1-8b": (_LLAMA, (4096, 14336, 32, 32, 8, 128, 128256, 0)),

@@ -113,7 +113,11 @@ def build_core(values: dict[str, Any], device: str, job: str) -> Any:
             reason = " ".join(str(error).split())[:400]
             raise UserError(f"vLLM cannot start with {values['model']}: {reason}") from error
     vllm_cpu.unlink_shared_memory(job)
+    _open_cores.append(core)
     return core
+
+
+_open_cores: list[Any] = []  # of this process
 
 
 @contextmanager
@@ -151,6 +155,9 @@ def shut_down(core: Any) -> None:
     with replaced(gc, "unfreeze", lambda: None):
         core.model_executor.shutdown()
     core.scheduler.shutdown()
+    _open_cores.remove(core)
+    if _open_cores:  # engines of one process share the groups
+        return
     parallel_state.destroy_model_parallel()
     if parallel_state._WORLD is not None:
         parallel_state._WORLD.destroy()

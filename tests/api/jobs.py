@@ -41,6 +41,28 @@ def two_trainers(directory: Path) -> list[dict[str, float]]:
     return out
 
 
+def side_by_side(directory: Path, model: Path) -> list[list[str]]:
+    """What two models answer beside a trainer, before and after its next step and the end of one of them."""
+    config = load_config(QUICKSTART, [f"run.dir={directory}", "data.prompts_per_step=32", "algorithm.mini_batches=1"])
+    trainer = RLTrainer(config)
+    trainer.train(max_steps=1)
+    first, second = ActorModel.from_pretrained(directory), ActorModel.from_pretrained(model)
+    prompts = [f"{10 + i}+{20 + i}=" for i in range(16)]
+
+    def answers(actor: ActorModel) -> list[str]:
+        return [sample.text for sample in actor.generate(prompts, max_new_tokens=4, temperature=0)]
+
+    out = [answers(first), answers(second)]
+    trainer.train(max_steps=1)
+    out.append(answers(first))
+    first.close()
+    out.append(answers(second))
+    second.close()
+    trainer.train(max_steps=1)
+    trainer.close()
+    return out
+
+
 def generate(model: Path, prompts: list[str]) -> dict[str, Any]:
     """Greedy and sampled responses, and the trainer's log-probs of the sampled ones."""
     out: dict[str, Any] = {}

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 import hpc_rl
 from hpc_rl.errors import RunError
 from hpc_rl.rollout.vllm import preload
-from tests.api.jobs import QUICKSTART, alone, generate, refusals, save_again, two_trainers, values
+from tests.api.jobs import QUICKSTART, alone, generate, refusals, save_again, side_by_side, two_trainers, values
 from tests.rollout.models import canonical, hf_model
 
 pytestmark = pytest.mark.xdist_group("api")
@@ -161,6 +161,13 @@ def test_trainers_one_after_the_other(tmp_path: Path) -> None:
     assert alone(values, tmp_path / "b", ["12+34=46"], None)["final"] != [0.0]
     greedy = alone(generate, tmp_path / "b" / "checkpoints" / "checkpoint_1_complete", PROMPTS)["greedy"]
     assert [text for text, *_ in greedy] == PROMPTS
+
+
+def test_models_beside_a_trainer_and_each_other(tmp_path: Path) -> None:
+    """Each answers with weights of its own; one that closes takes nothing from the others."""
+    trained, untrained, trained_later, untrained_later = alone(side_by_side, tmp_path / "run", MODEL)
+    assert (trained, untrained) == (trained_later, untrained_later)
+    assert trained != untrained
 
 
 def test_a_process_of_a_launcher_is_refused(tmp_path: Path) -> None:

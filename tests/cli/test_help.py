@@ -30,7 +30,7 @@ def test_example(name: str) -> None:
 
 
 def test_commands_that_print_a_table_have_json() -> None:
-    for name in ("inspect", "export", "bench"):
+    for name in ("inspect", "export", "convert", "bench", "plan", "eval"):
         assert any("--json" in p.opts for p in COMMANDS[name].params), name
 
 

@@ -126,6 +126,27 @@ def test_a_second_run_sets_the_first_aside(resumed: subprocess.CompletedProcess[
     assert [path.name for path in (place / "killed/checkpoints").glob("*_complete")] == ["checkpoint_1_complete"]
 
 
+def test_inspect(first: subprocess.CompletedProcess[str], place: Path) -> None:
+    report = json.loads(hpc_rl("inspect", "run", "--json", cwd=place).stdout)
+    assert [row["step"] for row in report["checkpoints"]] == [4, 8] and len(report["rollouts"]) == STEPS
+    checkpoint = "run/checkpoints/checkpoint_8_complete"
+    report = json.loads(hpc_rl("inspect", checkpoint, "--verify", "--json", cwd=place).stdout)
+    assert report["verified"] is True and report["ranks"] == 2
+    assert {row["what"] for row in report["contents"]} >= {"actor/param", "critic/param", "actor/exp_avg"}
+    report = json.loads(hpc_rl("inspect", checkpoint, "--diff", checkpoint, "--json", cwd=place).stdout)
+    assert report["same"] is True
+    table = hpc_rl("inspect", "run/rollouts/step_000003", cwd=place, env={"COLUMNS": "160"})
+    assert table.returncode == 0 and "response" in table.stdout and "sequences" in table.stdout
+    shutil.copytree(place / checkpoint, place / "damaged")
+    shard = place / "damaged/shards/rank_00001.h5"
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data)
+    found = hpc_rl("inspect", "damaged", "--verify", cwd=place, env={"COLUMNS": "160"})
+    assert found.returncode == 1 and "rank_00001.h5" in found.stdout
+    assert hpc_rl("inspect", "nowhere", cwd=place).returncode == 2
+
+
 def test_a_checkpoint_of_another_vocabulary_is_refused(first: subprocess.CompletedProcess[str], place: Path) -> None:
     larger = json.loads((place / "run/model/config.json").read_text()) | {"vocab_size": 300}
     checkpoint = "run/checkpoints/checkpoint_4_complete"

