@@ -133,6 +133,9 @@ def plan_command(
     gpus_per_node: Annotated[int | None, typer.Option(help="GPUs of a node; default: launch.nproc")] = None,
     gpu: Annotated[str | None, typer.Option(help="h100 (default), h200, b200, gh200, a100, a100-40, l40s")] = None,
     gpu_memory_gb: Annotated[float | None, typer.Option(help="memory of a GPU, instead of the table's")] = None,
+    check: Annotated[
+        bool, typer.Option("--verify-meta", help="build Megatron's true models of some ranks without weights, and compare")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Work out, without a GPU, who holds what, whether it fits, what moves and how large checkpoints are."""
@@ -141,7 +144,13 @@ def plan_command(
     job, report = plan(
         config, overrides or [], nodes=nodes, gpus_per_node=gpus_per_node, gpu=gpu, gpu_memory_gb=gpu_memory_gb
     )
-    _print(report if as_json else tables(job, report), as_json)
+    shown = report if as_json else tables(job, report)
+    if check:
+        quiet()
+        from hpc_rl.plan.verify import verify_meta
+
+        shown["verified against Megatron-core" if not as_json else "verified"] = verify_meta(job)
+    _print(shown, as_json)
     raise typer.Exit(0 if report["fits"] else 3)
 
 

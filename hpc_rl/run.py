@@ -20,7 +20,7 @@ from hpc_rl.config_load import load_config
 from hpc_rl.errors import RunError, UserError
 from hpc_rl.run_dir import find_run_checkpoint, set_aside
 from hpc_rl.storage.lock import RunLock
-from launch.env import detect, finish, job_id
+from launch.env import RankInfo, detect, finish, job_id
 from launch.local import run_local
 from launch.spec import check_placement
 
@@ -36,8 +36,8 @@ def run_train(path: Path, overrides: Sequence[str]) -> int:
     """
     from hpc_rl.preflight import preflight
 
-    config = load_config(path, overrides)
     info = detect()
+    config = placed(load_config(path, overrides), info)
     launched = info.launcher != "none"
     for warning in check_placement(config.parallel, info.num_nodes, info.local_world_size):
         if info.rank == 0:
@@ -58,6 +58,17 @@ def run_train(path: Path, overrides: Sequence[str]) -> int:
             env={"OMP_NUM_THREADS": str(config.launch.threads)},
         )
     return train_here(config)
+
+
+def placed(config: Config, info: RankInfo) -> Config:
+    """With ``parallel: auto`` the layout for this job's ranks and GPUs, the same on every rank; else as it is."""
+    if not config.parallel.auto:
+        return config
+    from hpc_rl.plan.choose import chosen
+    from hpc_rl.plan.hardware import gpu_here
+
+    nodes, ranks = (1, config.launch.nproc) if info.launcher == "none" else (info.num_nodes, info.local_world_size)
+    return chosen(config, gpu_here(config.launch.device), nodes, ranks)
 
 
 RANKS_PER_CORE = 8  # beyond it a machine only swaps; tests run 8 ranks on 2 cores
@@ -171,10 +182,10 @@ def run_eval(path: Path, overrides: Sequence[str], *, as_json: bool) -> dict[str
     from hpc_rl.preflight import preflight_eval
 
     given = [text.removeprefix("checkpoint=") for text in overrides if text.startswith("checkpoint=")]
-    config = load_config(path, [text for text in overrides if not text.startswith("checkpoint=")])
+    info = detect()
+    config = placed(load_config(path, [text for text in overrides if not text.startswith("checkpoint=")]), info)
     if given:
         config = replace(config, resume=str(find_run_checkpoint(given[-1])))  # type: ignore[type-var]  # a dataclass of pydantic
-    info = detect()
     launched = info.launcher != "none"
     if not launched or info.rank == 0:
         preflight_eval(config, info.world_size if launched else config.launch.nproc)
