@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from hpc_rl import rng
+from hpc_rl.build import check_run_dir, say
 from hpc_rl.config import Config
 from hpc_rl.data.prompts import PromptStream
 from hpc_rl.engine.megatron import MegatronEngine
@@ -18,6 +19,7 @@ from hpc_rl.fault.signals import StopSignals
 from hpc_rl.metrics.meter import Meter
 from hpc_rl.metrics.sinks import Sinks
 from hpc_rl.parallel.state import ParallelState
+from hpc_rl.run_dir import resume_line
 from hpc_rl.storage.checkpoint import Checkpointer
 
 
@@ -66,6 +68,7 @@ class Trainer(ABC):
                 metrics |= self.evaluate()
             self.sinks.write(step, metrics)
             self.job.checkpointer.poll()
+            check_run_dir()
             self.stopped_by = self._signals.agreed(self.job.parallel.device)
             ends = step == last or self.stopped_by is not None
             if ends or self._is_due(self.config.checkpoint.every, step, last):
@@ -117,7 +120,9 @@ class Trainer(ABC):
         components = {role: (shard_map, tensors) for role, (shard_map, tensors, _) in states.items()}
         best = self.config.checkpoint.keep_best
         judged_by = {best: float(metrics[best])} if best is not None and best in metrics else {}
-        self.job.checkpointer.save(step, components, extra, rng.capture(), judged_by)
+        # The next step's rollouts and scores only read the state: `step` fences before it changes it.
+        overlap = self.config.checkpoint.asynchronous and not self.config.parallel.offload
+        self.job.checkpointer.save(step, components, extra, rng.capture(), judged_by, overlap=overlap)
 
     def _restore(self) -> None:
         path = self.job.resume_from
@@ -128,7 +133,7 @@ class Trainer(ABC):
         if self.config.resume == "auto":
             loaded = self.job.checkpointer.load_newest(components)
             assert loaded is not None, f"{path} was there when the run started"
-            _, extra, per_rank = loaded
+            path, extra, per_rank = loaded  # an older one, where the newest proved damaged
         else:
             extra, per_rank = self.job.checkpointer.load(path, components)
         for role, engine in engines.items():
@@ -138,3 +143,5 @@ class Trainer(ABC):
         self.steps_done = int(extra["step"])
         if per_rank is not None:
             rng.restore(per_rank)
+        if self.job.parallel.rank == 0:
+            say(resume_line(self.config, path))

@@ -212,8 +212,7 @@ class Checkpointer:
             if other is not None:
                 raise other
         assert result is not None
-        extra, own, _ = result
-        return extra, own if all(same for _, same in outcomes) else None
+        return result[0], result[1] if all(same for _, same in outcomes) else None
 
     def _plan(self, held: Holding, state_bytes: int) -> None:
         """Makes the plan of all ranks at the first save, or when a layout changed."""
@@ -225,8 +224,7 @@ class Checkpointer:
         ranks = self._gather((layout, state_bytes, socket.gethostname(), self._run))
         self._run = ranks[FINISHER][3]
         layouts, sizes, hosts = [r[0] for r in ranks], [r[1] for r in ranks], [r[2] for r in ranks]
-        whole = self._whole
-        if whole and layouts == self._layouts and sizes == [m.state_bytes for m in whole.members]:
+        if (whole := self._whole) and layouts == self._layouts and sizes == [m.state_bytes for m in whole.members]:
             return
         made = plan(self._gather(held))
         members = tuple(Member(r, extents, sizes[r]) for r, extents in enumerate(made.ranks))
@@ -283,6 +281,8 @@ class Checkpointer:
         ended = all(done for done, _ in states)
         if ended:
             self._writing.pop(0)
+            if not self.config.asynchronous:
+                spool.buffer.free()  # who does not save in the background gets the memory back
         return ended, error or first_error(states)
 
     def _report(self, error: str | None, on_error: str) -> None:

@@ -44,6 +44,12 @@ class HostBuffer:
                 torch.cuda.cudart().cudaHostRegister(self.tensor.data_ptr(), nbytes, 0)
         return self.tensor
 
+    def free(self) -> None:
+        """Gives the memory back to the system; `reserve` makes it anew."""
+        self._unpin()
+        self.tensor = torch.empty(0, dtype=torch.uint8)
+        os.ftruncate(self.fd, 0)  # the writer process maps it too
+
     def _unpin(self) -> None:
         if self.tensor.numel() and torch.cuda.is_available():
             torch.cuda.cudart().cudaHostUnregister(self.tensor.data_ptr())

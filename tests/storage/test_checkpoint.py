@@ -92,3 +92,15 @@ def test_the_step_decides_what_is_newest_and_no_clock(tmp_path: Path) -> None:
         os.utime(one.root / "checkpoint_2_complete", (0, 0))
         os.utime(one.root / "checkpoint_2_complete" / "manifest.json", (0, 0))
         assert_loads(one, 2)
+
+
+def test_synchronous_saves_keep_no_copy_of_the_state_in_between(tmp_path: Path) -> None:
+    for asynchronous in (True, False):
+        with checkpointer(tmp_path, asynchronous=asynchronous) as one:
+            for step in (1, 2):  # the second makes the buffer anew
+                one.save(step, state(step), {})
+                one.wait()
+                assert one._spool is not None
+                held = os.fstat(one._spool.buffer.fd).st_blocks
+                assert (held > 0) == asynchronous
+            assert_loads(one, 2)
