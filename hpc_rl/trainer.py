@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import yaml
 
 from hpc_rl import rng
 from hpc_rl.build import check_run_dir, say
 from hpc_rl.config import Config
+from hpc_rl.config_load import dump_config
 from hpc_rl.data.prompts import PromptStream
+from hpc_rl.data.tokenizer import tokenizer_path
 from hpc_rl.engine.megatron import MegatronEngine
 from hpc_rl.fault.signals import StopSignals
 from hpc_rl.metrics.meter import Meter
@@ -21,6 +24,7 @@ from hpc_rl.metrics.sinks import Sinks
 from hpc_rl.parallel.state import ParallelState
 from hpc_rl.run_dir import resume_line
 from hpc_rl.storage.checkpoint import Checkpointer
+from hpc_rl.storage.identity import check_identity, tokenizer_digest
 
 
 class TrainingJob(Protocol):
@@ -52,6 +56,7 @@ class Trainer(ABC):
         self.steps_done = 0
         self.stopped_by: signal.Signals | None = None
         self._signals = StopSignals()
+        self._identity = {"tokenizer": tokenizer_digest(tokenizer_path(config)[1])}
         self._restore()
         self.sinks = Sinks.from_config(config, self.steps_done, job.parallel.rank)
 
@@ -113,6 +118,8 @@ class Trainer(ABC):
         states = {role: engine.state() for role, engine in self.job.trained.items()}
         extra = {
             "step": step,
+            "config": yaml.safe_load(dump_config(self.config)),
+            "identity": self._identity,
             "prompts": self.job.prompts.state(),
             "engines": {role: values for role, (_, _, values) in states.items()},
             **self._small_state(),
@@ -136,6 +143,7 @@ class Trainer(ABC):
             path, extra, per_rank = loaded  # an older one, where the newest proved damaged
         else:
             extra, per_rank = self.job.checkpointer.load(path, components)
+        check_identity(extra, path, **self._identity)
         for role, engine in engines.items():
             engine.load_state(extra["engines"][role])
         self.job.prompts.load_state(extra["prompts"])

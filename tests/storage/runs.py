@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_rl.config import Config
-from hpc_rl.errors import RunError
+from hpc_rl.errors import RunError, UserError
 from hpc_rl.supervised import SupervisedTrainer
 
 
@@ -42,6 +42,16 @@ def resume(config: Config) -> tuple[str, int, list[float]]:
     began_after, weights = trainer.steps_done, weights_of(trainer)
     trainer.close()
     return printed.getvalue(), began_after, weights
+
+
+def refusal(config: Config) -> str:
+    """Why the run does not start."""
+    os.environ["HPC_RL_LOCAL"] = "1"
+    try:
+        SupervisedTrainer(config)
+    except UserError as error:
+        return str(error)
+    return ""
 
 
 def overlapping_saves(config: Config) -> list[list[float]]:

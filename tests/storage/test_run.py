@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from functools import partial
 from pathlib import Path
 
 import pytest
 
-from hpc_rl.storage import checkpoint, host_copy
+from hpc_rl.storage import checkpoint, host_copy, manifest
 from tests.ranks import run_ranks
 from tests.storage.one_rank import steps
-from tests.storage.runs import overlapping_saves, resume, train_without_lock
-from tests.train.supervised import config_of
+from tests.storage.runs import overlapping_saves, refusal, resume, train_without_lock
+from tests.train.supervised import CONFIGS, config_of
 
 pytestmark = pytest.mark.xdist_group("train")
 
@@ -37,6 +38,21 @@ def test_the_checkpoint_that_was_loaded_is_named_not_the_damaged_one(tmp_path: P
     assert printed.count("Resume: going on from") == 1
     assert "checkpoint_2_complete" in printed and "checkpoint_3_complete" not in printed
     assert began_after == 2 and loaded == weights[1]
+
+
+def test_a_checkpoint_holds_its_config_and_refuses_another_tokenizer(tmp_path: Path) -> None:
+    config = partial(config_of, "sft", tmp_path / "run", steps=1, resume="auto")
+    run_ranks(1, overlapping_saves, config())
+    path = tmp_path / "run" / "checkpoints" / "checkpoint_1_complete"
+    saved = manifest.read(path).extra["config"]
+    assert (saved["steps"], saved["algorithm"]["name"]) == (1, "sft")
+    other = tmp_path / "other"
+    shutil.copytree(CONFIGS / "quickstart" / "model", other)
+    assert run_ranks(1, refusal, config(model__tokenizer=other))[0] == "", "the same files elsewhere are the same"
+    text = (other / "tokenizer_config.json").read_text()
+    (other / "tokenizer_config.json").write_text(text.rstrip()[:-1] + ', "model_max_length": 77}')
+    for error in run_ranks(2, refusal, config(model__tokenizer=other)):
+        assert error.startswith(f"{path}: saved with another tokenizer") and "\n" not in error
 
 
 def test_the_step_beside_a_save_does_not_change_what_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
