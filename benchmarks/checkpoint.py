@@ -23,7 +23,7 @@ from torch import Tensor
 from benchmarks.checkpoint_index import measure as measure_index
 from hpc_rl.config import CheckpointConfig
 from hpc_rl.storage.checkpoint import Checkpointer
-from hpc_rl.storage.restore import new_buffer
+from hpc_rl.storage.files import new_buffer
 from hpc_rl.storage.tensor_io import digest
 from hpc_rl.tensors.shardmap import ShardMap, TensorSpec, whole_piece
 
@@ -218,7 +218,7 @@ def run(quick: bool = False, directory: Path | None = None) -> dict[str, Any]:
     torch.set_num_threads(1)
     root = Path(tempfile.mkdtemp(prefix="bench_checkpoint_", dir=directory or Path.cwd()))
     try:
-        contest = Contest(root, (3 << 29) if quick else (5 << 29))
+        contest = Contest(root, (1 << 30) if quick else (5 << 29))
         contest.warm_up()
         for i in range(5):
             contest.save_round()

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import errno
-import mmap
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -17,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from hpc_rl.errors import UserError
-from hpc_rl.storage.files import BLOCK_BYTES, align
+from hpc_rl.storage.files import BLOCK_BYTES, align, new_buffer
 from hpc_rl.storage.index import Index
 from hpc_rl.storage.manifest import DamagedCheckpoint
 from hpc_rl.storage.plan import full_name
@@ -119,15 +117,6 @@ def reads(index: Index, rows: Sequence[int]) -> list[Read]:
                 continue
         out.append(Read(file, begin, nbytes, (row,)))
     return out
-
-
-def new_buffer(nbytes: int) -> memoryview:
-    """Page-aligned memory, in huge pages where the system gives them: touched for the first time many times faster."""
-    memory = mmap.mmap(-1, align(nbytes, 2 << 20), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    return memoryview(memory)
 
 
 class Reader:
