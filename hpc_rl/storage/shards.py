@@ -293,6 +293,6 @@ def write_data(
                     digests.append(digest(buffer[first:last]))
                 if len(writes) > 2 * NUM_IN_FLIGHT:
                     writes.popleft().result()
-        for write in writes:
-            write.result()
+        for pending_write in writes:
+            pending_write.result()
     return digests

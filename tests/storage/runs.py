@@ -17,12 +17,12 @@ def train_without_lock(config: Config, lost_in: int) -> tuple[str, int]:
     """Trains; in step ``lost_in`` rank 0 loses the lock. (error, steps done) of this rank."""
     os.environ["HPC_RL_LOCAL"] = "1"
     trainer = SupervisedTrainer(config)
-    step = trainer.step
+    original = trainer.step
 
-    def unlucky(number: int) -> dict[str, float]:
-        if number == lost_in and os.environ["RANK"] == "0":
+    def unlucky(step: int) -> dict[str, float]:
+        if step == lost_in and os.environ["RANK"] == "0":
             (Path(config.run.dir) / "lock").unlink()
-        return step(number)
+        return original(step)
 
     trainer.step = unlucky  # type: ignore[method-assign]
     try:
@@ -59,10 +59,10 @@ def overlapping_saves(config: Config) -> list[list[float]]:
     os.environ["HPC_RL_LOCAL"] = "1"
     trainer = SupervisedTrainer(config)
     seen: list[list[float]] = []
-    step = trainer.step
+    original = trainer.step
 
-    def noted(number: int) -> dict[str, float]:
-        metrics = step(number)
+    def noted(step: int) -> dict[str, float]:
+        metrics = original(step)
         seen.append(weights_of(trainer))
         return metrics
 
