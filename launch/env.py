@@ -64,6 +64,9 @@ class Allocation:
     hostnames: tuple[str, ...]
     restart_count: int
     port: int  # for whatever the job's nodes must agree on without talking
+    tasks_per_node: int | None = None  # where the job says so
+    cpus_per_task: int | None = None
+    is_batch_script: bool = False  # this process is, or was started by, the job's script and no srun
 
 
 def allocation(environ: Environ | None = None) -> Allocation | None:
@@ -77,9 +80,12 @@ def allocation(environ: Environ | None = None) -> Allocation | None:
         return None
     hosts = expand_hosts(_get(environ, "SLURM_JOB_NODELIST"))
     restarts = int(environ.get("SLURM_RESTART_COUNT", 0))
-    return Allocation(
-        environ["SLURM_JOB_ID"], len(hosts), hosts, restarts, slurm_port({"SLURM_STEP_ID": "0", **environ})
+    tasks, cpus = (
+        _int(environ, name) if name in environ else None for name in ("SLURM_NTASKS_PER_NODE", "SLURM_CPUS_PER_TASK")
     )
+    port = slurm_port({"SLURM_STEP_ID": "0", **environ})
+    is_script = "SLURM_STEP_ID" not in environ
+    return Allocation(environ["SLURM_JOB_ID"], len(hosts), hosts, restarts, port, tasks, cpus, is_script)
 
 
 def detect(environ: Environ | None = None) -> RankInfo:
