@@ -19,6 +19,7 @@ from hpc_rl.data.tokenizer import load_tokenizer
 from hpc_rl.engine.colocate import Colocation
 from hpc_rl.engine.megatron import MegatronEngine
 from hpc_rl.errors import UserError
+from hpc_rl.fault.phase import beat
 from hpc_rl.parallel import state as parallel_state
 from hpc_rl.parallel.collectives import agree
 from hpc_rl.parallel.state import ParallelState
@@ -130,6 +131,7 @@ def build_engine(role: str, config: Config, parallel: ParallelState) -> Megatron
     """The actor, the critic or the reference, with its weights read or drawn."""
     model = config.model
     paths = {"actor": model.path, "critic": model.critic_path, "reference": model.reference_path}
+    beat()
     optimizers = {"actor": config.actor, "critic": config.critic, "reference": None}
     path = paths[role] or model.path
     own = path is not None and path != model.path
@@ -171,6 +173,7 @@ def build_sampler(
     config: Config, parallel: ParallelState, tokenizer: Any = None, model_dir: Path | None = None
 ) -> VLLMEngine:
     """The rollout engine; its weights are undefined until the first sync. ``model_dir``: where config.json is."""
+    beat()
     return VLLMEngine(
         str(model_dir or config.model.path or Path(config.run.dir) / "model"),
         config.rollout,

@@ -6,14 +6,18 @@ import json
 import logging
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from hpc_rl.errors import RunError, UserError
 from hpc_rl.quiet import DEBUG_VARIABLE, quiet
+
+if TYPE_CHECKING:
+    from hpc_rl.fault.failure import Failure
 
 app = typer.Typer(
     add_completion=False,
@@ -175,16 +179,36 @@ def _print(report: dict[str, Any], as_json: bool) -> None:
 
 
 def main(argv: list[str] | None = None, command: Callable[..., Any] = app) -> None:
-    """Entry point: a user's error is one line and exit code 2, a stopped run one line and exit code 1."""
+    """Entry point: a user's error is one line and exit code 2, a stopped run ends with one line and exit code 1."""
     logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # a CPU machine has no Triton: no news
     try:
         command(argv) if argv is not None else command()
     except UserError as error:
         print(f"hpc-rl: {error}", file=sys.stderr)
         raise SystemExit(2) from None
-    except RunError as error:
-        print(f"hpc-rl: the run stopped: {error}", file=sys.stderr)
+    except Exception as error:
+        from hpc_rl.fault.edge import recorded
+
+        failure = recorded(error)
+        if failure is None and not isinstance(error, RunError):
+            raise
+        _report_stop(error, failure)
         raise SystemExit(1) from None
+
+
+def _report_stop(error: Exception, failure: Failure | None) -> None:
+    """Why a run stopped: what went wrong in it, then one line. Of a rank that only lost the others, the line alone."""
+    from hpc_rl.fault.cause import is_consequence
+    from hpc_rl.fault.report import describe
+    from launch.env import detect
+
+    if failure is None:
+        print(f"hpc-rl: the run stopped: {error}", file=sys.stderr)
+        return
+    has_own_log = detect().launcher == "local"
+    if not isinstance(error, RunError) and (has_own_log or not is_consequence(failure)):
+        traceback.print_exception(error)
+    print(f"hpc-rl: the run stopped: {describe(failure)}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -191,6 +191,12 @@ class StorageConfig:
 
 
 @_frozen
+class FaultConfig:
+    timeout_s: float = Field(1200.0, ge=0, description="longest silence of a rank within a phase (start, load, save, end: three times that); 0: no watchdog")
+    phase_timeout_s: dict[str, float] = Field(default_factory=dict, description="phase: seconds, in place of timeout_s")
+
+
+@_frozen
 class MetricsConfig:
     progress: bool = Field(True, description="progress bar on rank 0 (a terminal only)")
     tensorboard: bool = Field(False, description="also write TensorBoard events to RUN/logs/tensorboard")
@@ -230,5 +236,6 @@ class Config:
     reshard: ReshardConfig = section(ReshardConfig)
     checkpoint: CheckpointConfig = section(CheckpointConfig)
     storage: StorageConfig = section(StorageConfig)
+    fault: FaultConfig = section(FaultConfig)
     metrics: MetricsConfig = section(MetricsConfig)
     job: JobConfig = section(JobConfig)

@@ -11,6 +11,7 @@ from hpc_rl.algo.checks import validate
 from hpc_rl.config import Config
 from hpc_rl.config_schema import join_or
 from hpc_rl.errors import UserError
+from hpc_rl.fault.phase import PHASES
 
 
 def cross_check(config: Config, world_size: int, hf_config: Mapping[str, Any] | None = None) -> None:
@@ -28,6 +29,7 @@ def cross_check(config: Config, world_size: int, hf_config: Mapping[str, Any] | 
     validate(config)
     _check_layout(config, world_size)
     _check_algorithm(config)
+    _check_fault(config)
     _check_model_sizes(config, read_hf_config(config) if hf_config is None else hf_config)
 
 
@@ -133,6 +135,19 @@ def _check_algorithm(config: Config) -> None:
             raise UserError(
                 f"{role}.decay_steps = {optimizer.decay_steps} must be above {role}.warmup_steps = "
                 f"{optimizer.warmup_steps}: the decay starts after the warm-up: raise decay_steps"
+            )
+
+
+def _check_fault(config: Config) -> None:
+    for name, seconds in config.fault.phase_timeout_s.items():
+        if name not in PHASES:
+            raise UserError(
+                f"fault.phase_timeout_s = {config.fault.phase_timeout_s}: {name} is no phase: use {join_or(list(PHASES))}"
+            )
+        if not seconds >= 0 or seconds == float("inf"):
+            raise UserError(
+                f"fault.phase_timeout_s = {config.fault.phase_timeout_s}: {name} must have seconds >= 0: set it to 0 for "
+                "no limit"
             )
 
 

@@ -24,6 +24,7 @@ from hpc_rl.errors import UserError
 
 __all__ = ["config_table", "cross_check", "dump_config", "load_config"]
 
+_NOT_FINITE = ("nan", "inf", "infinity")  # words to YAML, which writes .nan and .inf
 _RANGE_ERRORS = ("greater_than", "greater_than_equal", "less_than", "less_than_equal", "finite_number")
 
 
@@ -151,6 +152,8 @@ def _check_types(values: Mapping[str, Any], path: str, sources: Mapping[str, str
         key = f"{prefix}{name}"
         if key in SECTIONS:
             _check_types(value, path, sources, f"{key}.")
+        elif isinstance(value, str) and value.lower().lstrip("+-") in _NOT_FINITE and accepts(LEAVES[key].annotation, float):
+            raise UserError(f"{sources.get(key, path)}: {_out_of_range(key, value, 'a finite number')}")
         elif isinstance(value, bool | str) and not accepts(LEAVES[key].annotation, type(value)):
             raise UserError(f"{sources.get(key, path)}: {_wrong_type(key, value)}")
 
@@ -162,12 +165,16 @@ def _explain(error: Any, path: str, sources: Mapping[str, str]) -> str:
     value, where = error["input"], sources.get(key, path)
     if error["type"] in _RANGE_ERRORS:
         rule = error["msg"].removeprefix("Input should be ")
-        return f"{where}: {key} = {show(value)} is out of range: it must be {rule}; the default is {default_text(key)}"
+        return f"{where}: {_out_of_range(key, show(value), rule)}"
     if error["type"] == "literal_error":
         close = difflib.get_close_matches(str(value), choices(LEAVES[key].annotation), 1)
         fix = f"did you mean {close[0]}?" if close else f"the default is {default_text(key)}"
         return f"{where}: {key} = {show(value)}: must be {type_name(LEAVES[key].annotation)}: {fix}"
     return f"{where}: {_wrong_type(key, value)}"
+
+
+def _out_of_range(key: str, value: str, rule: str) -> str:
+    return f"{key} = {value} is out of range: it must be {rule}; the default is {default_text(key)}"
 
 
 def _wrong_type(key: str, value: Any) -> str:

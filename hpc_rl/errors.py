@@ -7,3 +7,7 @@ class UserError(ValueError):
 
 class RunError(RuntimeError):
     """A run that must stop (a NaN loss, a failed reward, a dead rank). Exit code 1, message first."""
+
+
+class NotFiniteError(RunError):
+    """A loss, a gradient or a reward that is no finite number: the same again after a restart."""

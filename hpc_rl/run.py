@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -19,11 +20,15 @@ from hpc_rl.config import Config
 from hpc_rl.config_load import load_config
 from hpc_rl.errors import RunError, UserError
 from hpc_rl.fault.decide import TRY_AGAIN
-from hpc_rl.fault.report import ATTEMPT_VARIABLE
+from hpc_rl.fault.edge import Reporter, reporting
+from hpc_rl.fault.local import conclude, num_oom_kills
+from hpc_rl.fault.phase import phase
+from hpc_rl.fault.report import ATTEMPT_VARIABLE, attempt_number, begin_attempt
+from hpc_rl.fault.watchdog import Watchdog, limit_of
 from hpc_rl.run_dir import find_run_checkpoint, set_aside
 from hpc_rl.storage.lock import RunLock
-from launch.env import detect, finish, job_id
-from launch.local import run_local
+from launch.env import RankInfo, detect, finish, job_id, node_name
+from launch.local import run_local, thread_env
 from launch.spec import check_placement
 
 if TYPE_CHECKING:
@@ -40,26 +45,55 @@ def run_train(path: Path, overrides: Sequence[str]) -> int:
 
     config = load_config(path, overrides)
     info = detect()
-    launched = info.launcher != "none"
     for warning in check_placement(config.parallel, info.num_nodes, info.local_world_size):
         if info.rank == 0:
             print(f"hpc-rl: warning: {warning}", file=sys.stderr)
-    if not launched or info.rank == 0:
-        preflight(config, info.world_size if launched else config.launch.nproc)
-    if not launched and config.launch.nproc > 1:
-        check_local_ranks(config.launch.nproc)
-        with RunLock(config.run.dir, job_id()):  # a run of another job in there is not moved, but told
-            line = set_aside(config)
-        if line is not None:
-            print(line, flush=True)
-        argv = [sys.executable, "-m", "hpc_rl.cli", "train", str(path), *overrides]
-        return run_local(
-            config.launch.nproc,
-            argv,
-            log_dir=Path(config.run.dir) / "logs",
-            env={"OMP_NUM_THREADS": str(config.launch.threads)},
-        )
-    return train_here(config)
+    if info.launcher != "none":
+        reporter = make_reporter(info, Path(config.run.dir), Path(config.run.dir) / "logs")
+        with reporting(reporter):
+            if info.rank == 0:
+                preflight(config, info.world_size)
+        return train_here(config, reporter)
+    nproc = config.launch.nproc
+    preflight(config, nproc)
+    check_local_ranks(nproc)
+    with RunLock(config.run.dir, job_id()):  # a run of another job in there is not moved, but told
+        line = set_aside(config)
+        begin_attempt(config.run.dir)
+    if line is not None:
+        print(line, flush=True)
+    if nproc > 1:
+        return start_ranks(config, ["train", str(path), *overrides], Path(config.run.dir), Path(config.run.dir) / "logs")
+    os.environ |= thread_env(config.launch.threads)  # before torch reads it
+    return train_here(config, make_reporter(info, Path(config.run.dir), Path(config.run.dir) / "logs"))
+
+
+def start_ranks(config: Config, arguments: Sequence[str], run_dir: Path, log_dir: Path) -> int:
+    """Runs ``hpc-rl ARGUMENTS`` as ``launch.nproc`` ranks; returns the exit code, having said why it is not 0.
+
+    Args:
+        run_dir: where the ranks report failures. log_dir: for what they print.
+    """
+    nproc, oom_kills = config.launch.nproc, num_oom_kills()
+    return run_local(
+        nproc,
+        [sys.executable, "-m", "hpc_rl.cli", *arguments],
+        log_dir=log_dir,
+        env={"OMP_NUM_THREADS": str(config.launch.threads), ATTEMPT_VARIABLE: str(attempt_number())},
+        on_failure=lambda ended: conclude(run_dir, log_dir, nproc, ended, node_name(), oom_kills),
+    )
+
+
+def make_reporter(info: RankInfo, run_dir: Path, log_dir: Path) -> Reporter:
+    """How this rank reports a failure. With local ranks the terminal is for the launcher's one line."""
+    is_local = info.launcher == "local"
+    return Reporter(
+        run_dir,
+        info.rank,
+        node_name(),
+        is_alone=not is_local and ATTEMPT_VARIABLE not in os.environ,
+        log=log_dir / "rank_0.log" if is_local and info.rank == 0 else None,
+    )
 
 
 RANKS_PER_CORE = 8  # beyond it a machine only swaps; tests run 8 ranks on 2 cores
@@ -75,24 +109,38 @@ def check_local_ranks(nproc: int) -> None:
         )
 
 
-def train_here(config: Config) -> int:
-    """Trains on this rank; returns the exit code."""
+def train_here(config: Config, reporter: Reporter) -> int:
+    """Trains on this rank; returns the exit code. A failure is recorded before anything is torn down."""
     if config.launch.device == "cpu":  # a GPU that must not be used must not be seen: Megatron would take it
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    import_heavy()
-    trainer = make_trainer(config)
-    signal.signal(signal.SIGINT, interrupted)
+    info = detect()
+    watchdog = Watchdog(
+        reporter.run_dir,
+        reporter.rank,
+        reporter.node,
+        partial(limit_of, config.fault),
+        announce=reporter.log is None and info.launcher != "local",
+    )
+    watchdog.start()
+    trainer: Trainer | None = None
     try:
-        trainer.train()
+        with reporting(reporter):
+            import_heavy()
+            trainer = make_trainer(config)
+            signal.signal(signal.SIGINT, interrupted)
+            trainer.train()
     except RunError:  # every rank has it: they wait together for the checkpoint in flight
-        trainer.close()
+        if trainer is not None:
+            trainer.close()
         raise
     except BaseException:  # the others may stand in another collective, so leave without one
-        trainer.sinks.close()
-        trainer.job.checkpointer.close()
+        if trainer is not None:
+            trainer.sinks.close()
+            trainer.job.checkpointer.close()
         raise
-    trainer.close()
-    info = detect()
+    with reporting(reporter), phase("end", trainer.steps_done):
+        trainer.close()
+    watchdog.stop()
     code = 0
     if trainer.stopped_by is not None:
         code = stopped(config, trainer.steps_done, trainer.stopped_by, info.rank)
@@ -179,13 +227,17 @@ def run_eval(path: Path, overrides: Sequence[str], *, as_json: bool) -> dict[str
     launched = info.launcher != "none"
     if not launched or info.rank == 0:
         preflight_eval(config, info.world_size if launched else config.launch.nproc)
-    if not launched and config.launch.nproc > 1:
-        argv = [sys.executable, "-m", "hpc_rl.cli", "eval", str(path), *overrides, *(["--json"] if as_json else [])]
-        threads = {"OMP_NUM_THREADS": str(config.launch.threads)}
-        return run_local(config.launch.nproc, argv, log_dir=Path(config.run.dir) / "logs" / "eval", env=threads)
-    from hpc_rl.evaluate import evaluate_model
+    log_dir = Path(config.run.dir) / "logs" / "eval"  # a training may run in the run directory itself
+    if not launched:
+        begin_attempt(log_dir)
+        if config.launch.nproc > 1:
+            arguments = ["eval", str(path), *overrides, *(["--json"] if as_json else [])]
+            return start_ranks(config, arguments, log_dir, log_dir)
+        os.environ |= thread_env(config.launch.threads)
+    with reporting(make_reporter(info, log_dir, log_dir)), phase("eval"):
+        from hpc_rl.evaluate import evaluate_model
 
-    report = evaluate_model(config)
+        report = evaluate_model(config)
     finish(info)
     return report if info.rank == 0 else 0
 

@@ -18,6 +18,7 @@ from hpc_rl.data.prompts import PromptStream
 from hpc_rl.data.tokenizer import load_tokenizer
 from hpc_rl.engine.megatron import MegatronEngine
 from hpc_rl.errors import UserError
+from hpc_rl.fault.phase import phase
 from hpc_rl.parallel import state as parallel_state
 from hpc_rl.parallel.state import ParallelState
 from hpc_rl.storage.checkpoint import Checkpointer
@@ -98,10 +99,10 @@ class SupervisedTrainer(Trainer):
         """One step: texts, the reference's log-probs of them, an update."""
         job, meter = self.job, self._meter()
         batch = job.examples.batch(job.prompts.next_step())
-        with meter.phase("score"):
+        with meter.phase("score"), phase("scoring", step):
             batch = self._score(batch)
         job.checkpointer.fence()  # weights may change once the save in flight has its copy
-        with meter.phase("update"):
+        with meter.phase("update"), phase("actor" if job.model.role == "actor" else "critic", step):
             metrics = job.model.train_batch(batch, self._loss)
         self.steps_done = step
         return metrics | meter.summary(batch.num_tokens, int(batch["response_mask"].sum()))

@@ -18,6 +18,7 @@ from hpc_rl.config import Config
 from hpc_rl.data.curriculum import Curriculum
 from hpc_rl.data.prompts import PromptSet
 from hpc_rl.evaluate import evaluate
+from hpc_rl.fault.phase import phase
 from hpc_rl.rollout.collect import collect_step
 from hpc_rl.trainer import Trainer
 
@@ -41,20 +42,21 @@ class RLTrainer(Trainer):
         self.kl = KLController(config.algorithm)
         self.curriculum = Curriculum(job.prompts, config.data)
         super().__init__(config, job)
-        self._sync_weights()
+        with phase("reshard", self.steps_done):
+            self._sync_weights()
 
     def step(self, step: int) -> dict[str, float]:
         """One RL step: rollouts, scores, advantages, updates of critic and actor, weights to the sampler."""
         meter = self._meter()
-        with meter.phase("rollout"):
+        with meter.phase("rollout"), phase("generation", step):
             batch, rollout_metrics = self._rollout(step)
-        with meter.phase("score"):
+        with meter.phase("score"), phase("scoring", step):
             batch = self._score(batch)
         batch, metrics = prepare(batch, self.config, self.kl.coef)
         self.job.checkpointer.fence()  # weights may change once the save in flight has its copy
         with meter.phase("update"):
             metrics |= self._update(step, batch)
-        with meter.phase("reshard"):
+        with meter.phase("reshard"), phase("reshard", step):
             self.steps_done = step
             metrics |= self._sync_weights()
         metrics.setdefault("kl", 0.0)
@@ -99,10 +101,12 @@ class RLTrainer(Trainer):
         means = Means()
         for mini in mini_batches(batch, config, shuffle):
             if job.critic is not None:
-                means.add(job.critic.train_batch(mini, value_loss(config)), prefix="critic/")
+                with phase("critic", step):
+                    means.add(job.critic.train_batch(mini, value_loss(config)), prefix="critic/")
             if train_actor:
                 outputs: dict[str, Tensor] | None = None if "old_log_probs" in mini else {}
-                means.add(job.actor.train_batch(mini, policy_loss(config, self.kl.coef), outputs), prefix="actor/")
+                with phase("actor", step):
+                    means.add(job.actor.train_batch(mini, policy_loss(config, self.kl.coef), outputs), prefix="actor/")
                 if outputs is not None:
                     means.add(sampled_metrics(mini, outputs["log_probs"], config))
         metrics = means.result()

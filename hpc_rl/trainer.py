@@ -14,6 +14,7 @@ from hpc_rl import rng
 from hpc_rl.config import Config
 from hpc_rl.data.prompts import PromptStream
 from hpc_rl.engine.megatron import MegatronEngine
+from hpc_rl.fault.phase import phase
 from hpc_rl.fault.signals import StopSignals
 from hpc_rl.metrics.meter import Meter
 from hpc_rl.metrics.sinks import Sinks
@@ -50,7 +51,8 @@ class Trainer(ABC):
         self.steps_done = 0
         self.stopped_by: signal.Signals | None = None
         self._signals = StopSignals()
-        self._restore()
+        with phase("load"):
+            self._restore()
         self.sinks = Sinks.from_config(config, self.steps_done, job.parallel.rank)
 
     def train(self, max_steps: int | None = None) -> dict[str, float]:
@@ -61,18 +63,22 @@ class Trainer(ABC):
         last = self.config.steps if max_steps is None else min(self.config.steps, self.steps_done + max_steps)
         metrics: dict[str, float] = {}
         for step in range(self.steps_done + 1, last + 1):
-            metrics = self.step(step)
-            if self._is_due(self.config.eval.every, step, self.config.steps):
-                metrics |= self.evaluate()
-            self.sinks.write(step, metrics)
-            self.job.checkpointer.poll()
-            self.stopped_by = self._signals.agreed(self.job.parallel.device)
-            ends = step == last or self.stopped_by is not None
-            if ends or self._is_due(self.config.checkpoint.every, step, last):
-                self._save(step, metrics)
+            with phase("end", step):  # what is in no phase of its own
+                metrics = self.step(step)
+                if self._is_due(self.config.eval.every, step, self.config.steps):
+                    with phase("eval"):
+                        metrics |= self.evaluate()
+                self.sinks.write(step, metrics)
+                self.job.checkpointer.poll()
+                self.stopped_by = self._signals.agreed(self.job.parallel.device)
+                ends = step == last or self.stopped_by is not None
+                if ends or self._is_due(self.config.checkpoint.every, step, last):
+                    with phase("save"):
+                        self._save(step, metrics)
             if ends:
                 break
-        self.job.checkpointer.wait()
+        with phase("save", self.steps_done):
+            self.job.checkpointer.wait()
         return metrics
 
     @abstractmethod

@@ -160,6 +160,11 @@ def job_id(environ: Environ = os.environ) -> str | None:
     return environ.get("SLURM_JOB_ID")
 
 
+def node_name(environ: Environ = os.environ) -> str:
+    """This node, as the batch system calls it."""
+    return environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
 def finish(info: RankInfo) -> None:
     """Tells the launcher that this rank has succeeded. Under mpirun a rank that ends without it ends the whole job."""
     if info.launcher in ("openmpi", "mpich"):

@@ -15,11 +15,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
+from typing import NamedTuple
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Ended(NamedTuple):
+    """A rank that ended by itself, with no success: its number, ``Popen.returncode``, seconds since the epoch."""
+
+    rank: int
+    code: int
+    time: float
 
 
 @dataclass
@@ -42,6 +51,7 @@ def run_local(
     timeout_s: float | None = None,
     grace_s: float = 10.0,
     stop_grace_s: float = 120.0,
+    on_failure: Callable[[Sequence[Ended]], int] | None = None,
 ) -> int:
     """Runs ``argv`` as ``nproc`` ranks of one world and waits for the end of all.
 
@@ -57,6 +67,8 @@ def run_local(
         threads: OpenMP threads of each rank; None: as in this process.
         env: variables set for every rank, beside those of this process.
         timeout_s: longest run; None: no limit.
+        on_failure: told of the ranks that ended by themselves, the likely cause first, once no rank is left; says why to
+            the user and returns the exit code.
 
     Returns:
         0 when every rank returned 0; the first failing rank's exit code, 128 + N for a signal N; 124 after a time-out.
@@ -71,12 +83,14 @@ def run_local(
             failed = _wait(job, deadline)
         finally:
             _end(job, grace_s)
-    if failed is None and any(rank.returncode for rank in job.ranks):
+    if not failed and any(rank.returncode for rank in job.ranks):
         print(f"hpc-rl: not finished after {timeout_s:g} s (timeout_s): all {nproc} ranks ended", file=sys.stderr)
         return 124
-    if failed is None:
+    if not failed:
         return 0
-    return _report(failed, job.ranks[failed].returncode, log_dir, stopped=job.stop_signals > 0)
+    if job.stop_signals > 0:
+        return _exit_code(job.ranks[failed[0].rank].returncode)
+    return on_failure(failed) if on_failure is not None else _report(failed[0], log_dir)
 
 
 def thread_env(threads: int | None) -> dict[str, str]:
@@ -119,8 +133,8 @@ def _die_with_parent(parent: int) -> Callable[[], None]:
     return run_in_child
 
 
-def _wait(job: _Job, deadline: float | None) -> int | None:
-    """Returns the first rank that failed; None when all succeeded or time ran out."""
+def _wait(job: _Job, deadline: float | None) -> list[Ended]:
+    """Returns the ranks that failed, the first one first; none when all succeeded or time ran out."""
     with selectors.DefaultSelector() as selector, contextlib.ExitStack() as pidfds:
         for rank, process in enumerate(job.ranks):
             fd = os.pidfd_open(process.pid)
@@ -130,16 +144,18 @@ def _wait(job: _Job, deadline: float | None) -> int | None:
             limits = [t for t in (deadline, job.stop_by) if t is not None]
             left_s = min(limits) - time.monotonic() if limits else None
             if left_s is not None and left_s <= 0:
-                return None if job.stop_by is None else next(iter(selector.get_map().values())).data
+                late = [] if job.stop_by is None else [key.data for key in selector.get_map().values()]
+                return [Ended(rank, -signal.SIGTERM, time.time()) for rank in late]
             # At most 1 s at a time: a signal may set stop_by meanwhile.
             ended = [key for key, _ in selector.select(min(left_s or 1.0, 1.0))]
             for key in ended:
                 selector.unregister(key.fileobj)
-            # Ranks that ended in the same instant: a killed one is the cause, the others saw it go.
-            codes = {key.data: job.ranks[key.data].wait() for key in ended}
-            if failed := sorted((code >= 0, rank) for rank, code in codes.items() if code):
-                return failed[0][1]
-    return None
+            if any(job.ranks[key.data].wait() for key in ended):
+                now, codes = time.time(), {rank: process.poll() for rank, process in enumerate(job.ranks)}
+                # Ranks that ended in the same instant: a killed one is the cause, the others saw it go.
+                failed = [Ended(rank, code, now) for rank, code in codes.items() if code]
+                return sorted(failed, key=lambda one: (one.code >= 0, one.rank))
+    return []
 
 
 def _end(job: _Job, grace_s: float) -> None:
@@ -177,10 +193,12 @@ def _handle_signals(job: _Job) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _report(rank: int, code: int, log_dir: Path, *, stopped: bool) -> int:
-    exit_code = code if code >= 0 else 128 - code
-    if stopped:
-        return exit_code
+def _exit_code(code: int) -> int:
+    return code if code >= 0 else 128 - code
+
+
+def _report(first: Ended, log_dir: Path) -> int:
+    rank, code = first.rank, first.code
     how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
     print(f"\nhpc-rl: rank {rank} failed first ({how}); all other ranks were ended.", file=sys.stderr)
     if rank == 0:
@@ -189,4 +207,4 @@ def _report(rank: int, code: int, log_dir: Path, *, stopped: bool) -> int:
         log = log_dir / f"rank_{rank}.log"
         lines = log.read_text(errors="replace").splitlines()[-20:]
         print(f"hpc-rl: the last lines of {log}:\n" + "\n".join("  | " + line for line in lines), file=sys.stderr)
-    return exit_code
+    return _exit_code(code)

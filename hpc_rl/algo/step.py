@@ -17,7 +17,7 @@ from hpc_rl.algo.shaping import informative, last_response_token, overlong_penal
 from hpc_rl.batch import Batch
 from hpc_rl.config import Config
 from hpc_rl.engine.protocol import LossFn
-from hpc_rl.errors import RunError, UserError
+from hpc_rl.errors import NotFiniteError, UserError
 
 
 def prepare(batch: Batch, config: Config, kl_coef: float) -> tuple[Batch, dict[str, float]]:
@@ -33,7 +33,7 @@ def prepare(batch: Batch, config: Config, kl_coef: float) -> tuple[Batch, dict[s
         kl_coef: the current coefficient.
     Returns: the batch with token_level_rewards, advantages, returns [N] (zeros outside the mask; dtype of
         token_level_scores), and with a correction or rejection configured correction_weights, loss_mask [N]; metrics.
-    Raises: UserError if an array that the algorithm needs is missing, RunError if a reward is not finite.
+    Raises: UserError if an array that the algorithm needs is missing, NotFiniteError if a reward is not finite.
     """
     _check(batch, config, kl_coef)
     mask, cu_seqlens = batch["response_mask"], batch.cu_seqlens
@@ -87,7 +87,7 @@ def _check(batch: Batch, config: Config, kl_coef: float) -> None:
     both = batch["scores"].double() + sums
     if not both.isfinite().all():
         row = int((~both.isfinite()).nonzero()[0])
-        raise RunError(f"the reward of sequence {row} is {float(both[row])}, but a reward must be finite")
+        raise NotFiniteError(f"the reward of sequence {row} is {float(both[row])}, but a reward must be finite")
 
 
 def _rewards(batch: Batch, config: Config, kl_coef: float) -> tuple[Tensor, dict[str, float]]:

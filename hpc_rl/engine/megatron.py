@@ -21,7 +21,8 @@ from hpc_rl.engine.megatron_optim import DistributedAdamW
 from hpc_rl.engine.megatron_state import engine_state
 from hpc_rl.engine.packed import Packed, pack
 from hpc_rl.engine.protocol import LossFn
-from hpc_rl.errors import RunError
+from hpc_rl.errors import NotFiniteError
+from hpc_rl.fault.phase import beat
 from hpc_rl.parallel.collectives import gather_objects, merge
 from hpc_rl.parallel.megatron_cpu import cuda_as_cpu
 from hpc_rl.parallel.state import ParallelState
@@ -145,6 +146,7 @@ class MegatronEngine:
 
         def feed() -> Iterator[tuple[Batch, Packed]]:
             for indices in shares:
+                beat()
                 micro = batch.select(indices)
                 yield micro.to(p.device), pack(micro, p.device, multiple_of, padded)
 
@@ -191,7 +193,7 @@ class MegatronEngine:
                 if getattr(p, "main_grad", None) is not None and not bool(torch.isfinite(p.main_grad).all())
             ][:4]
         where = [f"rank {r}: {text}" for r, texts in enumerate(gather_objects(found)) for text in texts[:4]]
-        raise RunError(
+        raise NotFiniteError(
             f"{self.role}: loss is {loss}, gradient norm is {norm}, both must be finite; the weights were not changed. "
             f"Not finite: {'; '.join(where) or 'the sum over ranks'}. Lower {self.role}.lr, or look at these prompts."
         )

@@ -21,7 +21,7 @@ _LOST = re.compile(
     r"|peer (has )?(closed|gone|exited)|not connected",
     re.IGNORECASE,
 )
-_OTHER_FAILED = re.compile(r"\brank (\d+) failed: ")
+_OTHER_FAILED = re.compile(r"^(?:RunError: )?rank (\d+)(?: failed)?: ")  # what all ranks say of one
 
 
 def is_consequence(failure: Failure) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
@@ -20,7 +21,7 @@ from hpc_rl.fault.failure import EXIT_HANG, Failure, Kind
 
 __all__ = [
     "ATTEMPT_VARIABLE", "EXIT_HANG", "Failure", "Kind", "attempt_number", "begin_attempt", "describe", "failures_dir",
-    "final_report", "first_cause", "read_failures", "record",
+    "final_report", "first_cause", "last_place", "place_line", "read_failures", "record", "stack_path",
 ]  # fmt: skip
 
 ATTEMPT_VARIABLE = "HPC_RL_ATTEMPT"
@@ -49,23 +50,75 @@ def begin_attempt(run_dir: str | Path, attempt: int | None = None) -> None:
 
 
 def record(failure: Failure, run_dir: str | Path, attempt: int | None = None) -> Path | None:
-    """Writes ``rank_NNNNN.json`` (``node_NAME.json`` for a rank unknown) in one go; a file of that rank is replaced.
+    """Writes ``rank_NNNNN.json`` (``node_NAME.json`` for a rank unknown) in one go.
+
+    What a process says of a rank first stays: later troubles follow from it. An earlier process's file is replaced.
 
     Returns: its path; None if it could not be written, since a full disk must not hide what it was to say.
     """
     name = f"rank_{failure.rank:05d}.json" if failure.rank >= 0 else f"node_{failure.node}.json"
     path = failures_dir(run_dir, attempt) / name
-    return path if _write_json(path, asdict(failure)) else None
+    if (os.getpid(), path) in _said:
+        return path
+    if not _write_json(path, asdict(failure)):
+        return None
+    _said.add((os.getpid(), path))
+    return path
+
+
+_said: set[tuple[int, Path]] = set()
 
 
 def read_failures(run_dir: str | Path, attempt: int | None = None) -> list[Failure]:
-    """All failures that ranks of an attempt (None: this one) have left, by rank; unreadable files are passed over."""
-    known, found = {field.name for field in fields(Failure)}, []
+    """All failures that ranks of an attempt (None: this one) have left, by rank; unreadable files are passed over.
+
+    A rank that left a stack but could not say more (C code that never let go of the interpreter lock) hung.
+    """
+    known, found = {field.name for field in fields(Failure)}, {}
     for path in sorted(failures_dir(run_dir, attempt).glob("*.json")):
         with contextlib.suppress(OSError, ValueError, TypeError):
             values = {name: value for name, value in json.loads(path.read_text()).items() if name in known}
-            found.append(Failure(**{**values, "stack": tuple(values.get("stack", ()))}))
-    return sorted(found, key=lambda failure: failure.rank)
+            found[path.stem] = Failure(**{**values, "stack": tuple(values.get("stack", ()))})
+    for path in sorted(failures_dir(run_dir, attempt).glob("rank_*.stack")):
+        with contextlib.suppress(OSError, ValueError):
+            if path.stem not in found and (silent := _from_stack(path)) is not None:
+                found[path.stem] = silent
+    return sorted(found.values(), key=lambda failure: failure.rank)
+
+
+def stack_path(run_dir: str | Path, rank: int, attempt: int | None = None) -> Path:
+    """The file whose first line says where a running rank is, and which holds the stacks of one that hangs."""
+    return failures_dir(run_dir, attempt) / f"rank_{rank:05d}.stack"
+
+
+def place_line(rank: int, node: str, phase: str, step: int) -> str:
+    """The first line of `stack_path`."""
+    return f"rank {rank} on {node}, {phase} of step {step}"
+
+
+def last_place(run_dir: str | Path, rank: int, attempt: int | None = None) -> tuple[str, str, int]:
+    """(node, phase, step) that a rank was last seen in, to about a second: of one that died without a word.
+
+    An unknown node is empty; an unknown phase is ``start`` of step 0.
+    """
+    with contextlib.suppress(OSError), open(stack_path(run_dir, rank, attempt)) as file:
+        if match := _PLACE.match(file.readline()):
+            return match[2], match[3], int(match[4])
+    return "", "start", 0
+
+
+_PLACE = re.compile(r"rank (\d+) on (\S*), (\w+) of step (\d+)")
+_FROM_C = "Timeout ("  # faulthandler's first word
+
+
+def _from_stack(path: Path) -> Failure | None:
+    head, *stack = path.read_text(errors="replace").splitlines() or [""]
+    match = _PLACE.match(head)
+    if match is None or not stack or not stack[0].startswith(_FROM_C):
+        return None
+    message = "no progress, in C code that never lets go of Python's interpreter lock, such as a regular expression"
+    step, time = int(match[4]), path.stat().st_mtime
+    return Failure(int(match[1]), match[2], "hang", match[3], step, message, time, tuple(stack))
 
 
 def describe(failure: Failure) -> str:

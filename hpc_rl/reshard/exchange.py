@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hpc_rl.errors import RunError
+from hpc_rl.fault.phase import beat
 from hpc_rl.reshard.incremental import (
     DENSE,
     Snapshot,
@@ -66,6 +67,7 @@ class Exchange:
         flights: list[tuple[_Flight, list[tuple[Slot, int, Tensor | None]]]] = []
         headers = self._headers(rounds[0], snapshot, changed) if delta and rounds else None
         for number, r in enumerate(rounds):
+            beat()
             flights.append(self._post(r, headers, stats))
             if number == 0:
                 meanwhile()

@@ -19,6 +19,7 @@ from hpc_rl.batch import Batch
 from hpc_rl.config import Config
 from hpc_rl.data.curriculum import Curriculum
 from hpc_rl.errors import RunError
+from hpc_rl.fault.phase import phase
 from hpc_rl.parallel.collectives import agree, gather_objects, rank, world_size
 from hpc_rl.parallel.layout import replica_of
 from hpc_rl.reward.score import RewardFunction
@@ -150,7 +151,8 @@ class Judge:
         if self.error is not None:
             return
         try:
-            (score,) = self._reward.score([sample])
+            with phase("reward"):
+                (score,) = self._reward.score([sample])
             self._scores[sample.request.group_id, sample.request.sample_id] = score
             if self._writer is not None:
                 self._writer.append(sample, score)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hpc_rl.config import RolloutConfig
 from hpc_rl.errors import RunError, UserError
+from hpc_rl.fault.phase import beat
 from hpc_rl.rollout import vllm_compat as compat
 from hpc_rl.rollout.protocol import Request, Sample
 from hpc_rl.rollout.stopping import StopStrings
@@ -121,6 +122,7 @@ class VLLMEngine:
                 for index, request in enumerate(requests):
                     running[self._add(request, temperature)] = _Running(request, index)
                 while running:
+                    beat()
                     begin_s = time.monotonic()
                     for run, finished in self._step(running, begin_s):
                         sample = results[run.index] = self._sample(run, finished)

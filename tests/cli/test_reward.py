@@ -39,7 +39,8 @@ def test_fail(place: Path) -> None:
     done = hpc_rl("train", QUICKSTART, *overrides(), cwd=place, python_path=place)
     assert done.returncode == 1
     named = "the reward function failed on prompt_id 4, sample_id 0, response '"
-    assert f"the run stopped: rank 1 failed: RunError: {named}" in done.stderr
+    assert f"in reward of step 1: {named}" in done.stderr
+    assert done.stderr.startswith("hpc-rl: the run stopped: rank 1 on ") and done.stderr.count("\n") == 1
     assert "ValueError: no rule for 14+24=: correct the function, or set reward.on_error=score" in done.stderr
     assert "Traceback" not in done.stderr
     assert (place / "run/metrics.jsonl").read_text() == ""
