@@ -27,7 +27,7 @@ from hpc_rl.fault.report import ATTEMPT_VARIABLE, attempt_number, begin_attempt
 from hpc_rl.fault.watchdog import Watchdog, limit_of
 from hpc_rl.run_dir import find_run_checkpoint, set_aside
 from hpc_rl.storage.lock import RunLock
-from launch.env import RankInfo, detect, finish, job_id, node_name
+from launch.env import RankInfo, detect, finish, is_supervised, job_id, node_name
 from launch.local import run_local, thread_env
 from launch.spec import check_placement
 
@@ -165,7 +165,7 @@ def stopped(config: Config, step: int, by: signal.Signals, rank: int) -> int:
     """
     if rank == 0:
         print(f"Stopped by {by.name} after step {step} of {config.steps}, saved: resume=auto goes on", flush=True)
-    if ATTEMPT_VARIABLE in os.environ:  # a supervisor sees to it; srun would end the other ranks if one of them failed
+    if is_supervised():  # it sees to it; and srun would end the other ranks if this one returned anything else
         return 0
     requeue = job_id() if by is signal.SIGUSR1 else None
     if rank == 0 and requeue is not None:

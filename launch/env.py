@@ -165,6 +165,14 @@ def node_name(environ: Environ = os.environ) -> str:
     return environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
+START_VARIABLE = "HPC_RL_START"  # set by a supervisor: names one start of the ranks, among those of all jobs
+
+
+def is_supervised(environ: Environ = os.environ) -> bool:
+    """Whether a supervisor has started this rank, and decides what follows when it ends."""
+    return START_VARIABLE in environ
+
+
 def finish(info: RankInfo) -> None:
     """Tells the launcher that this rank has succeeded. Under mpirun a rank that ends without it ends the whole job."""
     if info.launcher in ("openmpi", "mpich"):

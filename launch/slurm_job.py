@@ -14,10 +14,10 @@ from pathlib import Path
 from hpc_rl.errors import RunError
 from hpc_rl.fault.report import ATTEMPT_VARIABLE
 from hpc_rl.fault.scale import Queue
+from launch.env import START_VARIABLE
 from launch.hostlist import expand_hosts
 from launch.srun_step import SrunStep
 
-START_VARIABLE = "HPC_RL_START"  # names one start of the ranks, among all of all jobs, to find what is left of it
 ANSWER_TIMEOUT_S = 20.0
 GONE = ("DOWN", "FAIL", "NOT_RESPONDING", "POWERED_DOWN", "POWERING_DOWN")  # a node in such a state runs nothing of ours
 

@@ -7,7 +7,6 @@ import json
 import signal
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Protocol
@@ -28,7 +27,7 @@ from hpc_rl.fault.decide import (
     decide,
     first_decision,
 )  # fmt: skip
-from hpc_rl.fault.failure import Failure
+from hpc_rl.fault.failure import Failure, Kind
 from hpc_rl.fault.history import History, newest_step
 from hpc_rl.fault.scale import Queue, choose_size, measured_rates
 
@@ -189,23 +188,34 @@ class Supervisor:
         if code == 0 or any(error.how == f"Exited with exit code {TRY_AGAIN}" for error in step.errors):
             return Outcome(at, finished, told_to_stop=True, lost=frozenset(lost))
         failures = report.read_failures(self.run_dir, number)
-        for node in sorted(lost):
-            where = max(failures, key=lambda f: (f.step, f.time), default=None)
-            gone = Failure(-1, node, "node_lost", "start", 0, "the node does not answer", time.time())
-            failures.append(gone if where is None else replace(gone, phase=where.phase, step=where.step))
-        if not failures and not stopped:
-            failures = [self._unsaid(step)]
+        failures += [self._lost(node, number) for node in sorted(lost)]
+        if not stopped and not lost:
+            failures += self._unsaid(step, {failure.rank for failure in failures}, number)
         cause = report.first_cause(failures) if failures and not finished else None
         return Outcome(at, finished, stopped and not lost, cause, frozenset(lost))
 
-    def _unsaid(self, step: Step) -> Failure:
-        """The failure of a rank that could not write one, by what the launcher says of its tasks."""
+    def _lost(self, node: str, number: int) -> Failure:
+        """Of a node: the phase is that in which one of its ranks was last seen."""
+        message, phase, step = "the node does not answer", "start", 0
+        for path in report.failures_dir(self.run_dir, number).glob("rank_*.stack"):
+            place = report.last_place(self.run_dir, int(path.stem.removeprefix("rank_")), number)
+            if place[0] == node:
+                _, phase, step = place
+        return Failure(-1, node, "node_lost", phase, step, message, time.time())
+
+    def _unsaid(self, step: Step, known: set[int], number: int) -> list[Failure]:
+        """The failure of a rank that could not write one, by what the launcher said first of its tasks."""
         if not step.errors:
-            return Failure(-1, "", "start", "start", 0, step.last_words or "the ranks were not started", time.time())
+            words = step.last_words or "the ranks were not started"
+            return [] if known else [Failure(-1, "", "start", "start", 0, words, time.time())]
         first = step.errors[0]
-        kinds = {"Out Of Memory": "out_of_memory", "Exited with exit code 2": "user", "node failure": "node_lost"}
-        kind = kinds.get(first.how, "killed")
-        return Failure(first.rank, first.node, kind, "unknown", 0, first.how, time.time())  # type: ignore[arg-type]
+        if first.rank in known:
+            return []
+        kinds: dict[str, Kind] = {"Out Of Memory": "out_of_memory", "Exited with exit code 2": "user"}
+        kind = kinds.get(first.how, "exception" if first.how.startswith("Exited") else "killed")
+        _, phase, at = report.last_place(self.run_dir, first.rank, number)
+        # Of the time it has as little idea as we: before all others, whose connections it took with it.
+        return [Failure(first.rank, first.node, kind, phase, at, first.how, time.time() - GRACE_S)]
 
     # ---- what follows -----------------------------------------------------------------------------------------
 
