@@ -114,7 +114,7 @@ def _detect(environ: Environ) -> RankInfo:
     if "MPI_LOCALRANKID" in environ and "PMI_RANK" in environ:
         return _from_mpi(environ, "mpich")
     # A step of one task is a shell (srun --pty, salloc) or one process to start local ranks in: no world of its own.
-    if "SLURM_STEP_ID" in environ and environ.get("SLURM_STEP_NUM_TASKS") != "1":
+    if "SLURM_STEP_ID" in environ and (environ.get("SLURM_STEP_NUM_TASKS") != "1" or is_supervised(environ)):
         return _from_srun(environ)
     if "RANK" in environ and "WORLD_SIZE" in environ:
         return _from_torch(environ)

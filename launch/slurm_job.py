@@ -225,11 +225,17 @@ def chain_argv(
         "account": fields.get("Account"),
         "qos": fields.get("QOS"),
         "chdir": fields.get("WorkDir"),
-        "output": fields.get("StdOut", "").replace(fields["JobId"], "%j") or None,
+        "output": _log_pattern(fields.get("StdOut", ""), fields["JobId"]),
         "exclude": ",".join(sorted(exclude)) or None,
         "dependency": f"afterany:{fields['JobId']}",
     }
     return ("sbatch", "--parsable", *(f"--{k}={v}" for k, v in wanted.items() if v and v not in ("(null)", "N/A")))
+
+
+def _log_pattern(path: str, job_id: str) -> str | None:
+    """The job's number in the file's name is that of the next job there; elsewhere in the path it is a coincidence."""
+    directory, _, name = path.rpartition("/")
+    return f"{directory}/{re.sub(rf'(?<!\d){job_id}(?!\d)', '%j', name)}" if path else None
 
 
 def _limit(text: str) -> str | None:

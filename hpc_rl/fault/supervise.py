@@ -13,20 +13,9 @@ from typing import Protocol
 
 from hpc_rl.config import Config
 from hpc_rl.errors import RunError
+from hpc_rl.fault import decide as decisions
 from hpc_rl.fault import report
-from hpc_rl.fault.decide import (
-    TRY_AGAIN,
-    Attempt,
-    Continue,
-    Decision,
-    Finish,
-    GiveUp,
-    Outcome,
-    Policy,
-    Restart,
-    decide,
-    first_decision,
-)  # fmt: skip
+from hpc_rl.fault.decide import Attempt, Continue, Decision, Finish, GiveUp, Outcome, Policy, Restart
 from hpc_rl.fault.failure import Failure, Kind
 from hpc_rl.fault.history import History, newest_step
 from hpc_rl.fault.scale import Queue, choose_size, measured_rates
@@ -100,20 +89,21 @@ class Supervisor:
         """Returns the exit code of the batch script: 0 also when a next slice goes on."""
         with self._signals():
             self.all_nodes = self.job.nodes()
+            self._alive = set(self.all_nodes)
             self.ends_at = self.job.ends_at()
             wanted = len(self.all_nodes) - self.config.job.spares
             allowed = tuple(size for size in self.sizes if self.config.job.min_nodes <= size <= wanted)
             policy = Policy(wanted, allowed, self.config.job.max_restarts, self.config.job.backoff_s)
             self.history.begin_slice(self.job.job_id, self.job.restart, newest_step(self.run_dir))
             (self.run_dir / "failure.json").unlink(missing_ok=True)
-            decision = first_decision(self.history.began_at, self.all_nodes, policy)
+            decision = decisions.first_decision(self.history.began_at, self.all_nodes, policy)
             while isinstance(decision, Restart):
                 self._pause(decision.wait_s)
                 self.attempts.append(self._attempt(decision.nodes))
                 if self.received is signal.SIGTERM:
                     return self._end(f"cancelled, saved up to step {newest_step(self.run_dir)}", 128 + signal.SIGTERM)
                 alive = [node for node in self.all_nodes if node in self._alive]
-                decision = decide(self.attempts, alive, policy, self.history.began_at, ending=self._is_ending())
+                decision = decisions.decide(self.attempts, alive, policy, self.history.began_at, ending=self._is_ending())
                 self._say(decision.text)
             return self._act(decision)
 
@@ -122,8 +112,9 @@ class Supervisor:
     def _attempt(self, nodes: tuple[str, ...]) -> Attempt:
         number, began_at = len(self.history.attempts), newest_step(self.run_dir)
         report.begin_attempt(self.run_dir, number)
-        self.job.guard(self.all_nodes, self.sizes)
-        spares = [node for node in self.all_nodes if node not in nodes]
+        self.job.guard([node for node in self.all_nodes if node in self._alive], self.sizes)
+        usable = self._alive - decisions.unfit(self.attempts)
+        spares = [node for node in self.all_nodes if node in usable and node not in nodes]
         waiting = f", {' '.join(spares)} standing by" if spares else ""
         self._say(f"attempt {number} after step {began_at} on {' '.join(nodes)}{waiting}")
         self.history.begin_attempt(nodes, began_at)
@@ -159,9 +150,11 @@ class Supervisor:
 
     def _hand_on_signals(self, step: Step, now: float) -> None:
         if self.ends_at is not None and self.received is None and now >= self.ends_at - self._lead_s():
-            self._say(f"the time limit is {self.ends_at - now:.0f} s away: this step is the last, and will be saved")
+            self._say(f"the time limit is {self.ends_at - now:.0f} s away")
             self.received = signal.SIGUSR1
         if self.received is signal.SIGUSR1 and now >= self._told_at + RESEND_S:  # Slurm itself sends TERM to the ranks
+            if not self._told_at:
+                self._say("told to stop by SIGUSR1: this step is the last, and will be saved")
             self._told_at = now
             step.signal(signal.SIGUSR1)
 
@@ -175,7 +168,7 @@ class Supervisor:
 
     def _last_call(self) -> float:
         """When ranks that are still at it are ended, so that there is time left to go on in another slice."""
-        return float("inf") if self.ends_at is None else self.ends_at - min(30.0, self.config.job.save_before_s / 10)
+        return float("inf") if self.ends_at is None else self.ends_at - self.config.job.save_before_s / 5
 
     def _is_ending(self) -> bool:
         too_late = self.ends_at is not None and time.time() >= self.ends_at - self.config.job.save_before_s
@@ -185,7 +178,7 @@ class Supervisor:
         at = newest_step(self.run_dir)
         finished, stopped = at >= self.config.steps, self.received is not None
         code = step.poll()
-        if code == 0 or any(error.how == f"Exited with exit code {TRY_AGAIN}" for error in step.errors):
+        if code == 0 or any(error.how == f"Exited with exit code {decisions.TRY_AGAIN}" for error in step.errors):
             return Outcome(at, finished, told_to_stop=True, lost=frozenset(lost))
         failures = report.read_failures(self.run_dir, number)
         failures += [self._lost(node, number) for node in sorted(lost)]
@@ -290,4 +283,4 @@ class Supervisor:
 
     @staticmethod
     def _say(text: str) -> None:
-        print(f"Supervisor: {text}", flush=True)
+        print(f"{time.strftime('%H:%M:%S')} Supervisor: {text}", flush=True)
