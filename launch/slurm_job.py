@@ -6,6 +6,7 @@ import datetime
 import os
 import re
 import subprocess
+import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,10 @@ from launch.srun_step import SrunStep
 ANSWER_TIMEOUT_S = 20.0
 GONE = ("DOWN", "FAIL", "NOT_RESPONDING", "POWERED_DOWN", "POWERING_DOWN")  # a node in such a state runs nothing of ours
 
+# A USR1 that comes before a rank listens would end it. It is kept waiting until `StopSignals` lets it in.
+HOLD_USR1 = (
+    "import os, signal, sys; signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1}); os.execv(sys.argv[1], sys.argv[1:])"
+)
 # On each node: whatever still runs of an attempt is ended, then the node's name is said. $0: the attempt's variable.
 CLEAR = """
 of_attempt() { grep -lzx "$0" /proc/[0-9]*/environ 2>/dev/null | tr -dc '0-9\\n'; }
@@ -35,12 +40,15 @@ done
 # file for what it says.
 DEPUTY = """
 exec > "$4" 2>&1
-until scontrol -o show node "$1" | grep -qE 'State=[^ ]*(DOWN|NOT_RESPONDING)'; do sleep 5; done
+until scontrol -o show node "$1" | grep -q State=DOWN; do sleep 5; done  # before that, the job would keep its GPUs
 there=$(sinfo -h -r -p "$3" -N -t idle,alloc,mix,comp -o %N | sort -u | grep -vcx "$1")
 for size in $2; do [ "${size%:*}" -gt "$there" ] || break; done
 echo "$1, where the batch script ran, is lost: requeue on ${size%:*} nodes"
+trap "" TERM
 scontrol requeue "$0" && scontrol update JobId="$0" ExcNodeList="$1" NumNodes="${size%:*}" NumTasks="${size#*:}"
 """
+# A running job's size may not be changed, that of one in the queue may; and a requeue ends what the script has started.
+REQUEUE = 'trap "" TERM; scontrol requeue "$0" || exit 3; for try in 1 2 3; do scontrol update JobId="$0" "$@" && exit; done'
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,13 +109,22 @@ class SlurmJob:
                 continue
             if f"clear {node}" in said.splitlines():
                 found.add(node)
-        return found
+        return found or set(nodes) - self.down(nodes)  # this script runs on one of them: it is Slurm that did not answer
 
     def _probe(self, node: str, attempt: int) -> subprocess.Popen[str]:
         argv = [*_one_task(node), "bash", "-c", CLEAR, f"{START_VARIABLE}={self._start_name(attempt)}"]
         return subprocess.Popen(
             argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
         )
+
+    def has_lost(self, nodes: Iterable[str], timeout_s: float = 60.0) -> bool:
+        """Waits until Slurm has taken lost nodes from the job: one that is requeued before keeps GPUs that are not there."""
+        end = time.monotonic() + timeout_s
+        while set(nodes) & set(self.nodes()):
+            if time.monotonic() > end:
+                return False
+            time.sleep(1.0)
+        return True
 
     def queue(self) -> Queue:
         """Idle nodes of the job's partition, and jobs that wait in it."""
@@ -173,9 +190,10 @@ class SlurmJob:
         """
         before = self.fields().get("ExcNodeList", "(null)")
         bad = set(exclude) | (set(expand_hosts(before)) if before != "(null)" else set())
-        _do("scontrol", "requeue", self.job_id)
-        # A running job's size may not be changed, one that waits in the queue may.
-        _do("scontrol", "update", f"JobId={self.job_id}", *self._size(num_nodes).split(), *_excluding(bad))
+        argv = ["bash", "-c", REQUEUE, self.job_id, *self._size(num_nodes).split(), *_excluding(bad)]
+        done = subprocess.run(argv, capture_output=True, text=True, check=False, start_new_session=True)
+        if done.returncode == 3:
+            raise RunError(f"scontrol requeue {self.job_id}: {done.stderr.strip()}")
 
     def chain(self, num_nodes: int, exclude: Iterable[str]) -> str:
         """Submits the next slice, same script and arguments, to start once this job has ended; returns its id."""
@@ -206,9 +224,8 @@ def ranks_argv(command: RankCommand, nodes: Sequence[str]) -> tuple[str, ...]:
         "nodelist": ",".join(nodes),
     }
     common = ("--overlap", "--kill-on-bad-exit=1", "--distribution=block", "--mpi=none", "--export=ALL", "--no-kill")
-    # USR1 may come before Python listens to it, and would end the rank: it is sent again until the ranks have ended.
-    deaf = ("bash", "-c", 'trap "" USR1; exec "$@"', "bash")
-    return ("srun", *(f"--{name}={value}" for name, value in sizes.items()), *common, *deaf, *command.argv)
+    options = (f"--{name}={value}" for name, value in sizes.items())
+    return ("srun", *options, *common, sys.executable, "-S", "-c", HOLD_USR1, *command.argv)
 
 
 def chain_argv(
@@ -235,7 +252,8 @@ def chain_argv(
 def _log_pattern(path: str, job_id: str) -> str | None:
     """The job's number in the file's name is that of the next job there; elsewhere in the path it is a coincidence."""
     directory, _, name = path.rpartition("/")
-    return f"{directory}/{re.sub(rf'(?<!\d){job_id}(?!\d)', '%j', name)}" if path else None
+    name = re.sub(rf"(?<!\d){job_id}(?!\d)", "%j", name)
+    return f"{directory}/{name}" if path else None
 
 
 def _limit(text: str) -> str | None:
@@ -256,7 +274,7 @@ def parse_time(text: str) -> float | None:
 
 
 def _one_task(node: str) -> list[str]:
-    options = ("--overlap", "--mpi=none", "--quiet", "--nodes=1", "--ntasks=1", "--ntasks-per-node=1", "--cpus-per-task=1")
+    options = ("--overlap", "--mpi=none", "--quiet", "--nodes=1", "--ntasks=1", "--ntasks-per-node=1", "--cpus-per-task=1", "--gres=none")
     return ["srun", *options, f"--nodelist={node}"]
 
 

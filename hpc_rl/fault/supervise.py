@@ -22,7 +22,7 @@ from hpc_rl.fault.scale import Queue, choose_size, measured_rates
 
 GRACE_S = 5.0  # from the first sign of a failure until what is left is ended: other ranks write what they saw
 LOOK_EVERY_S = 5.0  # at the nodes' states
-RESEND_S = 5.0  # a signal may come before a rank listens
+RESEND_S = 5.0  # a signal may come before srun has started the ranks
 
 
 class TaskError(Protocol):
@@ -62,6 +62,7 @@ class BatchJob(Protocol):
     def start(self, nodes: Sequence[str], attempt: int, overrides: Sequence[str]) -> Step: ...
     def guard(self, nodes: Sequence[str], sizes: Sequence[int]) -> None: ...
     def dismiss(self) -> None: ...
+    def has_lost(self, nodes: Iterable[str]) -> bool: ...
     def queue(self) -> Queue: ...
     def usable_nodes(self, exclude: Iterable[str]) -> int: ...
     def requeue(self, num_nodes: int, exclude: Iterable[str]) -> None: ...
@@ -238,7 +239,8 @@ class Supervisor:
         nodes = self._next_size(exclude)
         total = nodes + self.config.job.spares
         self.job.dismiss()
-        if self.config.job.next_slice == "requeue":
+        lost = {node for attempt in self.attempts for node in attempt.outcome.lost}
+        if self.config.job.next_slice == "requeue" and self.job.has_lost(lost):
             try:
                 self._say(f"back into the queue, {total} nodes{', without ' * bool(exclude)}{' '.join(sorted(exclude))}")
                 self.job.requeue(total, exclude)

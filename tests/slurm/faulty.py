@@ -46,12 +46,12 @@ def fail(how: str, attempt: str) -> None:
     if how == "memory":
         resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
         bytearray(1 << 34)
+    time.sleep(1.5)  # by then the watchdog has noted the phase
     if how == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
     directory = Path(os.environ["HPC_RL_TEST_DIR"])
-    time.sleep(1.5)  # by then the watchdog has noted the phase
     (directory / f"fault_{attempt}").touch()
     while not (directory / f"go_on_{attempt}").exists():
         time.sleep(0.05)

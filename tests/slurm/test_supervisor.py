@@ -52,8 +52,8 @@ def test_told_to_stop_it_requeues_itself_and_is_the_same_run(cluster: Cluster, t
 
 
 def test_chained_slices_are_the_same_run(cluster: Cluster, tmp_path: Path, long_run: TinyJob) -> None:
-    """The time limit is so near that each slice has time for one step only; the next job has the same script."""
-    job = submit(cluster, tmp_path, 2, options=("--time=10",), job__save_before_s=590, job__next_slice="chain")
+    """The time limit is so near that each slice ends with its first step; the next job has the same script."""
+    job = submit(cluster, tmp_path, 2, options=("--time=10",), job__save_before_s=600, job__next_slice="chain")
     assert job.wait() == "COMPLETED", job.log
     following = str(int(job.id) + 1)
     assert f"job {following} goes on after this one, 2 nodes" in job.log
@@ -64,7 +64,8 @@ def test_chained_slices_are_the_same_run(cluster: Cluster, tmp_path: Path, long_
 
 def test_two_slices_without_progress_end_the_chain(cluster: Cluster, tmp_path: Path) -> None:
     """Slices of ten seconds, too short for a step: the second one says so instead of submitting a third."""
-    job = submit(cluster, tmp_path, 1, options=("--time=1",), job__save_before_s=250, job__next_slice="chain")
+    short = {"options": ("--time=1",), "faults": "all:generation:1:0:wait"}
+    job = submit(cluster, tmp_path, 1, **short, job__save_before_s=250, job__next_slice="chain")
     assert job.wait() == "COMPLETED", job.log
     last = str(int(job.id) + 1)
     assert cluster.wait(last) == "FAILED", job.log
@@ -89,11 +90,12 @@ def test_nodes_lost_in_each_phase(cluster: Cluster, tmp_path: Path) -> None:
     attempts = job.attempts()
     worked_on = [["node1", "node2"], ["node1", "node3"], ["node1", "node4"], ["node1"]]
     assert [attempt["nodes"] for attempt in attempts] == worked_on
-    for attempt, phase in zip(attempts, ("generation of step 1", "actor of step 2", "save of step 3"), strict=False):
+    for attempt, phase in zip(attempts, ("reward of step 1", "actor of step 2", "save of step 3"), strict=False):
         assert phase in attempt["cause"]
     assert [attempt["began_at"] for attempt in attempts] == [0, 0, 1, 2]
     assert job.steps() == [1, 2, 3]
-    assert max(again_s) < 60, again_s
+    print("node killed to the next step, s:", again_s)
+    assert max(again_s) < 60
     assert len(rollouts(job.run)) == 3 * NUM_SAMPLES  # none of them twice
     lines = [json.loads(line) for line in (job.run / "metrics.jsonl").read_text().splitlines()]
     assert lines[0]["reused_samples"] > 0  # those of the lost node that were finished
