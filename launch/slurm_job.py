@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from hpc_rl.errors import RunError
 from hpc_rl.fault.report import ATTEMPT_VARIABLE
@@ -113,9 +114,8 @@ class SlurmJob:
 
     def _probe(self, node: str, attempt: int) -> subprocess.Popen[str]:
         argv = [*_one_task(node), "bash", "-c", CLEAR, f"{START_VARIABLE}={self._start_name(attempt)}"]
-        return subprocess.Popen(
-            argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-        )
+        quiet: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        return subprocess.Popen(argv, env=_without_sizes(), stdout=subprocess.PIPE, text=True, **quiet)
 
     def has_lost(self, nodes: Iterable[str], timeout_s: float = 60.0) -> bool:
         """Waits until Slurm has taken lost nodes from the job: one that is requeued before keeps GPUs that are not there."""
@@ -146,11 +146,8 @@ class SlurmJob:
         """The ranks, on these nodes and no others; ``overrides`` after those that the command has."""
         c = self._command
         argv = (*ranks_argv(c, nodes), *overrides)
-        # What sbatch has set for the whole job would contradict: these nodes are some of it.
-        left_out = ("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NNODES", "SLURM_NTASKS_PER_NODE", "SLURM_JOB_NUM_NODES")
-        env = {name: value for name, value in os.environ.items() if name not in left_out}
         names = {ATTEMPT_VARIABLE: str(attempt), START_VARIABLE: self._start_name(attempt)}
-        return SrunStep(argv, env | dict(c.env) | names)
+        return SrunStep(argv, _without_sizes(keep_gpus=True) | dict(c.env) | names)
 
     def _start_name(self, attempt: int) -> str:
         return f"{self.job_id}.{self.restart}.{attempt}"
@@ -172,9 +169,8 @@ class SlurmJob:
             tasks = " ".join(f"{n}:{n * self._command.ranks_per_node}" for n in sorted(sizes, reverse=True))
             script = [DEPUTY, self.job_id, here, tasks, fields["Partition"], str(self._log_dir / "deputy.log")]
             argv = [*_one_task(others[-1]), "bash", "-c", *script]
-            self._deputy = others[-1], subprocess.Popen(
-                argv, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-            )
+            quiet: dict[str, Any] = dict.fromkeys(("stdin", "stdout"), subprocess.DEVNULL)
+            self._deputy = others[-1], subprocess.Popen(argv, env=_without_sizes(), **quiet)
 
     def dismiss(self) -> None:
         """Ends the watch of `guard`."""
@@ -274,8 +270,15 @@ def parse_time(text: str) -> float | None:
 
 
 def _one_task(node: str) -> list[str]:
-    options = ("--overlap", "--mpi=none", "--quiet", "--nodes=1", "--ntasks=1", "--ntasks-per-node=1", "--cpus-per-task=1", "--gres=none")
+    options = ("--overlap", "--mpi=none", "--quiet", "--nodes=1", "--ntasks=1", "--ntasks-per-node=1", "--cpus-per-task=1")
     return ["srun", *options, f"--nodelist={node}"]
+
+
+def _without_sizes(*, keep_gpus: bool = False) -> dict[str, str]:
+    """This environment, without what sbatch has set for the whole job: a step of some of its nodes would contradict."""
+    left_out = ["SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NNODES", "SLURM_NTASKS_PER_NODE", "SLURM_JOB_NUM_NODES"]
+    left_out += [] if keep_gpus else ["SLURM_GPUS", "SLURM_GPUS_PER_NODE", "SLURM_GPUS_PER_TASK"]
+    return {name: value for name, value in os.environ.items() if name not in left_out}
 
 
 def _excluding(nodes: set[str]) -> list[str]:

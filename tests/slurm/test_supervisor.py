@@ -111,7 +111,7 @@ def test_hanging_rank_rank_out_of_memory_killed_rank(cluster: Cluster, tmp_path:
     assert job.wait() == "COMPLETED", job.log
     attempts = job.attempts()
     assert [attempt["nodes"] for attempt in attempts] == [["node1", "node2"]] * 3 + [["node1"]]
-    assert "rank 0 on node1 was killed in generation of step 1" in attempts[0]["cause"]
+    assert "rank 0 on node1 was killed in reward of step 1" in attempts[0]["cause"]
     assert "rank 1 on node2 ran out of memory in reward of step 2" in attempts[1]["cause"]
     assert "rank 1 on node2 hung in actor of step 2" in attempts[2]["cause"]
     assert job.steps() == [1, 2]
