@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
+
+from hpc_rl.errors import UserError
+from hpc_rl.supervised_job import chain_args, run_supervised
 from launch.slurm_job import RankCommand, chain_argv, parse_fields, parse_time, ranks_argv
 from launch.srun_step import TaskError, parse_error
 
@@ -37,3 +43,28 @@ def test_parse_error() -> None:
     assert parse_error("srun: error: gpu-a: tasks 4-7,9: Out Of Memory") == TaskError("gpu-a", 4, "Out Of Memory")
     assert parse_error("srun: error: Node failure on node3") == TaskError("node3", -1, "node failure")
     assert parse_error("slurmstepd: error: *** STEP 1.0 ON node1 CANCELLED ***") is None
+
+
+def test_chain_args_say_each_key_once() -> None:
+    assert chain_args(["run.dir=a", "resume=none", "steps=3", "run.dir=b"]) == ["run.dir=b", "resume=auto", "steps=3"]
+
+
+@pytest.mark.parametrize(
+    ("environ", "overrides", "message"),
+    [
+        ({}, [], "--supervise is for the batch script of a Slurm job"),
+        ({"SLURM_STEP_ID": "0"}, [], "--supervise is for the batch script of a Slurm job"),
+        ({}, ["job.spares=2"], r"job.spares = 2 leaves no node to work on, job 12 has 2"),
+        ({}, ["parallel.tp=3"], r"parallel.tp=3 does not divide the 4 ranks of a node"),
+        ({}, ["parallel.pp=3"], r"must divide the number of ranks, but that is 8"),
+    ],
+)
+def test_refused_before_anything_starts(
+    environ: dict[str, str], overrides: list[str], message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    job = {"SLURM_JOB_ID": "12", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NTASKS_PER_NODE": "4"}
+    for name, value in ((job if environ or overrides else {}) | environ).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=message):
+        run_supervised(Path("configs/quickstart.yaml"), [f"run.dir={tmp_path / 'run'}", *overrides])
+    assert not (tmp_path / "run").exists()
