@@ -137,6 +137,9 @@ def plan_command(
     gpus_per_node: Annotated[int | None, typer.Option(help="GPUs of a node; default: launch.nproc")] = None,
     gpu: Annotated[str | None, typer.Option(help="h100 (default), h200, b200, gh200, a100, a100-40, l40s")] = None,
     gpu_memory_gb: Annotated[float | None, typer.Option(help="memory of a GPU, instead of the table's")] = None,
+    check: Annotated[
+        bool, typer.Option("--verify-meta", help="build Megatron's true models of some ranks without weights, and compare")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Work out, without a GPU, who holds what, whether it fits, what moves and how large checkpoints are."""
@@ -145,7 +148,13 @@ def plan_command(
     job, report = plan(
         config, overrides or [], nodes=nodes, gpus_per_node=gpus_per_node, gpu=gpu, gpu_memory_gb=gpu_memory_gb
     )
-    _print(report if as_json else tables(job, report), as_json)
+    shown = report if as_json else tables(job, report)
+    if check:
+        quiet()
+        from hpc_rl.plan.verify import verify_meta
+
+        shown["verified against Megatron-core" if not as_json else "verified"] = verify_meta(job)
+    _print(shown, as_json)
     raise typer.Exit(0 if report["fits"] else 3)
 
 
@@ -186,7 +195,9 @@ def main(argv: list[str] | None = None, command: Callable[..., Any] = app) -> No
     except UserError as error:
         print(f"hpc-rl: {error}", file=sys.stderr)
         raise SystemExit(2) from None
-    except Exception as error:
+    except (SystemExit, KeyboardInterrupt):
+        raise
+    except BaseException as error:
         from hpc_rl.fault.edge import recorded
 
         failure = recorded(error)
@@ -196,7 +207,7 @@ def main(argv: list[str] | None = None, command: Callable[..., Any] = app) -> No
         raise SystemExit(1) from None
 
 
-def _report_stop(error: Exception, failure: Failure | None) -> None:
+def _report_stop(error: BaseException, failure: Failure | None) -> None:
     """Why a run stopped: what went wrong in it, then one line. Of a rank that only lost the others, the line alone."""
     from hpc_rl.fault.cause import is_consequence
     from hpc_rl.fault.report import describe

@@ -39,6 +39,7 @@ class ParallelConfig:
     sequence_parallel: bool = Field(True, description="shard activations between TP regions too (with tp > 1)")
     offload: bool = Field(False, description="training state to host memory while generating (GPU)")
     recompute: Literal["none", "full"] = Field("none", description="recompute activations in the backward pass")
+    auto: bool = Field(False, description="`parallel: auto`: tp, pp, rollout.tp, offload and recompute as `hpc-rl plan` chooses them")
 
 
 @_frozen
@@ -153,7 +154,7 @@ class OptimizerConfig:
     min_lr: float = Field(0.0, ge=0, description="at the end of the decay")
     warmup_steps: int = Field(0, ge=0, description="linear warm-up, in optimizer steps")
     decay: Literal["constant", "linear", "cosine"] = Field("constant", description="shape of the learning rate")
-    decay_steps: int | None = Field(None, ge=1, description="optimizer steps of the decay; null: the whole run")
+    decay_steps: int | None = Field(None, ge=1, description="optimizer steps of the decay; null: the whole run (a resume with more `steps` stretches it)")
     weight_decay: float = Field(0.0, ge=0, description="AdamW, not on norms and biases")
     beta1: float = Field(0.9, ge=0, lt=1, description="AdamW")
     beta2: float = Field(0.999, ge=0, lt=1, description="AdamW")

@@ -44,7 +44,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         values = {}
     if not isinstance(values, dict):
         raise UserError(f"{path}: holds {show(values)}, but must be a mapping of keys: write for example `steps: 100`")
-    values = {name: {} if name in SECTIONS and value is None else value for name, value in values.items()}
+    values = {name: _section(name, value) for name, value in values.items()}
     _check_keys(values, str(path))
     values = _resolve_paths(values, path.parent)
     sources: dict[str, str] = {}
@@ -65,6 +65,13 @@ def config_table() -> str:
         cells = (f"`{leaf.key}`", type_name(leaf.annotation), f"`{default_text(leaf.key)}`", leaf.meaning)
         rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(rows) + "\n"
+
+
+def _section(name: str, value: Any) -> Any:
+    """An empty section means its defaults, ``parallel: auto`` that its values are to be chosen."""
+    if name in SECTIONS and value is None:
+        return {}
+    return {"auto": True} if (name, value) == ("parallel", "auto") else value
 
 
 def _resolve_paths(values: Mapping[str, Any], config_dir: Path) -> dict[str, Any]:
@@ -100,7 +107,7 @@ def _apply(values: dict[str, Any], override: str, sources: dict[str, str]) -> No
     key, where = key.strip(), f"override {override!r}"
     if not equals or not key:
         raise UserError(f"{where}: must be section.key=value: write for example steps=10 or parallel.tp=2")
-    value = parse_yaml(text, where)
+    value = _section(key, parse_yaml(text, where))
     names = key.split(".")
     top = ".".join(names[:2]) if names[0] in SECTIONS else names[0]  # the leaf, of which `key` may name a part
     if top in LEAVES and (key == top or accepts(LEAVES[top].annotation, dict)):

@@ -43,8 +43,8 @@ def run_train(path: Path, overrides: Sequence[str]) -> int:
     """
     from hpc_rl.preflight import preflight
 
-    config = load_config(path, overrides)
     info = detect()
+    config = placed(load_config(path, overrides), info)
     for warning in check_placement(config.parallel, info.num_nodes, info.local_world_size):
         if info.rank == 0:
             print(f"hpc-rl: warning: {warning}", file=sys.stderr)
@@ -55,6 +55,8 @@ def run_train(path: Path, overrides: Sequence[str]) -> int:
                 preflight(config, info.world_size)
         return train_here(config, reporter)
     nproc = config.launch.nproc
+    if nproc == 1:
+        os.environ |= thread_env(config.launch.threads)  # before a reward function imports torch, which reads it
     preflight(config, nproc)
     check_local_ranks(nproc)
     with RunLock(config.run.dir, job_id()):  # a run of another job in there is not moved, but told
@@ -63,8 +65,9 @@ def run_train(path: Path, overrides: Sequence[str]) -> int:
     if line is not None:
         print(line, flush=True)
     if nproc > 1:
-        return start_ranks(config, ["train", str(path), *overrides], Path(config.run.dir), Path(config.run.dir) / "logs")
-    os.environ |= thread_env(config.launch.threads)  # before torch reads it
+        return start_ranks(
+            config, ["train", str(path), *overrides], Path(config.run.dir), Path(config.run.dir) / "logs"
+        )
     return train_here(config, make_reporter(info, Path(config.run.dir), Path(config.run.dir) / "logs"))
 
 
@@ -96,6 +99,17 @@ def make_reporter(info: RankInfo, run_dir: Path, log_dir: Path) -> Reporter:
     )
 
 
+def placed(config: Config, info: RankInfo) -> Config:
+    """With ``parallel: auto`` the layout for this job's ranks and GPUs, the same on every rank; else as it is."""
+    if not config.parallel.auto:
+        return config
+    from hpc_rl.plan.choose import chosen
+    from hpc_rl.plan.hardware import gpu_here
+
+    nodes, ranks = (1, config.launch.nproc) if info.launcher == "none" else (info.num_nodes, info.local_world_size)
+    return chosen(config, gpu_here(config.launch.device), nodes, ranks)
+
+
 RANKS_PER_CORE = 8  # beyond it a machine only swaps; tests run 8 ranks on 2 cores
 
 
@@ -119,7 +133,8 @@ def train_here(config: Config, reporter: Reporter) -> int:
         reporter.rank,
         reporter.node,
         partial(limit_of, config.fault),
-        announce=reporter.log is None and info.launcher != "local",
+        announce=info.launcher != "local",
+        is_alone=reporter.is_alone,
     )
     watchdog.start()
     trainer: Trainer | None = None
@@ -220,11 +235,13 @@ def run_eval(path: Path, overrides: Sequence[str], *, as_json: bool) -> dict[str
     from hpc_rl.preflight import preflight_eval
 
     given = [text.removeprefix("checkpoint=") for text in overrides if text.startswith("checkpoint=")]
-    config = load_config(path, [text for text in overrides if not text.startswith("checkpoint=")])
+    info = detect()
+    config = placed(load_config(path, [text for text in overrides if not text.startswith("checkpoint=")]), info)
     if given:
         config = replace(config, resume=str(find_run_checkpoint(given[-1])))  # type: ignore[type-var]  # a dataclass of pydantic
-    info = detect()
     launched = info.launcher != "none"
+    if not launched and config.launch.nproc == 1:
+        os.environ |= thread_env(config.launch.threads)
     if not launched or info.rank == 0:
         preflight_eval(config, info.world_size if launched else config.launch.nproc)
     log_dir = Path(config.run.dir) / "logs" / "eval"  # a training may run in the run directory itself
@@ -233,7 +250,6 @@ def run_eval(path: Path, overrides: Sequence[str], *, as_json: bool) -> dict[str
         if config.launch.nproc > 1:
             arguments = ["eval", str(path), *overrides, *(["--json"] if as_json else [])]
             return start_ranks(config, arguments, log_dir, log_dir)
-        os.environ |= thread_env(config.launch.threads)
     with reporting(make_reporter(info, log_dir, log_dir)), phase("eval"):
         from hpc_rl.evaluate import evaluate_model
 

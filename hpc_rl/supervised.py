@@ -17,7 +17,6 @@ from hpc_rl.data.examples import Examples
 from hpc_rl.data.prompts import PromptStream
 from hpc_rl.data.tokenizer import load_tokenizer
 from hpc_rl.engine.megatron import MegatronEngine
-from hpc_rl.errors import UserError
 from hpc_rl.fault.phase import phase
 from hpc_rl.parallel import state as parallel_state
 from hpc_rl.parallel.state import ParallelState
@@ -57,8 +56,7 @@ def build_supervised(config: Config) -> SupervisedJob:
     Raises: UserError on every rank, before any model is built, for what does not fit.
     """
     goal = objective(config.algorithm.name)
-    if goal is None:
-        raise UserError(f"algorithm.name = {config.algorithm.name} learns from rollouts: use RLTrainer")
+    assert goal is not None, "supervised_loss refuses algorithms with rollouts"
     tokenizer = load_tokenizer(config)
     examples = Examples(config, goal, tokenizer)
     parallel = join(config)

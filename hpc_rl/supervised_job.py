@@ -36,9 +36,10 @@ def run_supervised(path: Path, overrides: Sequence[str]) -> int:
             f"job.spares = {config.job.spares} leaves no node to work on, job {job.job_id} has {job.num_nodes}: "
             f"lower it, or ask Slurm for more --nodes"
         )
-    for warning in check_placement(config.parallel, nodes, command.ranks_per_node):
+    placed = at_size(config, nodes, command.ranks_per_node)
+    for warning in check_placement(placed.parallel, nodes, command.ranks_per_node):
         print(f"hpc-rl: warning: {warning}", file=sys.stderr)
-    preflight(config, nodes * command.ranks_per_node)
+    preflight(placed, nodes * command.ranks_per_node)
     if job.restart_count == 0:
         with RunLock(config.run.dir, job.job_id):
             line = set_aside(config)
@@ -83,10 +84,21 @@ def sizes(config: Config, num_nodes: int, ranks_per_node: int) -> list[int]:
     ]
 
 
+def at_size(config: Config, nodes: int, ranks_per_node: int) -> Config:
+    """With ``parallel: auto`` the layout that the ranks will choose; else as it is. Raises UserError if none fits."""
+    if not config.parallel.auto:
+        return config
+    from hpc_rl.plan.choose import chosen
+    from hpc_rl.plan.hardware import gpu_here
+
+    return chosen(config, gpu_here(config.launch.device), nodes, ranks_per_node)
+
+
 def _fits(config: Config, nodes: int, ranks_per_node: int, hf_config: dict[str, object]) -> bool:
     try:
-        check_placement(config.parallel, nodes, ranks_per_node)
-        cross_check(config, nodes * ranks_per_node, hf_config)
+        placed = at_size(config, nodes, ranks_per_node)
+        check_placement(placed.parallel, nodes, ranks_per_node)
+        cross_check(placed, nodes * ranks_per_node, hf_config)
     except UserError:
         return False
     return True

@@ -14,6 +14,7 @@ from hpc_rl.algo.registry import objective
 from hpc_rl.batch import Batch
 from hpc_rl.config import AlgorithmConfig, Config
 from hpc_rl.engine.protocol import LossFn
+from hpc_rl.errors import UserError
 
 PairLoss = tuple[Tensor, Mapping[str, Tensor]]  # loss [P], and metrics [P] to be averaged over pairs
 
@@ -34,9 +35,13 @@ def with_weights(batch: Batch, config: Config) -> Batch:
 
 
 def supervised_loss(config: Config) -> LossFn:
-    """The loss of ``algorithm.name``; metrics are sums that add over micro-batches and ranks."""
+    """The loss of ``algorithm.name``; metrics are sums that add over micro-batches and ranks.
+
+    Raises: UserError for an algorithm with rollouts.
+    """
     goal = objective(config.algorithm.name)
-    assert goal is not None, f"{config.algorithm.name} learns from rollouts"
+    if goal is None:
+        raise UserError(f"algorithm.name = {config.algorithm.name} learns from rollouts: use RLTrainer")
     return LOSSES[goal.loss](config.algorithm)
 
 

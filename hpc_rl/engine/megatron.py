@@ -193,6 +193,7 @@ class MegatronEngine:
                 if getattr(p, "main_grad", None) is not None and not bool(torch.isfinite(p.main_grad).all())
             ][:4]
         where = [f"rank {r}: {text}" for r, texts in enumerate(gather_objects(found)) for text in texts[:4]]
+        where = where if len(where) <= 4 else [*where[:4], f"and {len(where) - 4} more"]
         raise NotFiniteError(
             f"{self.role}: loss is {loss}, gradient norm is {norm}, both must be finite; the weights were not changed. "
             f"Not finite: {'; '.join(where) or 'the sum over ranks'}. Lower {self.role}.lr, or look at these prompts."

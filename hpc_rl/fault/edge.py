@@ -22,7 +22,7 @@ _OUT_OF_MEMORY = re.compile(
     r"out of memory|can't allocate memory|cannot allocate memory|unable to allocate|bad_alloc|std::length_error",
     re.IGNORECASE,
 )
-_MAX_CHARS = 600  # of a message
+_MAX_CHARS = 1000  # of a message
 _FAILURE = "_hpc_rl_failure"  # of an exception: what was recorded of it
 
 
@@ -49,8 +49,8 @@ def reporting(reporter: Reporter) -> Iterator[None]:
     """Records what the block raises, and lets it pass on. Ctrl-C and an exit are no failures."""
     try:
         yield
-    except Exception as error:
-        if recorded(error) is not None:
+    except BaseException as error:
+        if recorded(error) is not None or isinstance(error, KeyboardInterrupt | SystemExit):
             raise
         failure = failure_of(error, reporter.rank, reporter.node)
         setattr(error, _FAILURE, failure)

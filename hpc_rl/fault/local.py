@@ -6,6 +6,7 @@ import contextlib
 import signal
 import sys
 from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
 
 from hpc_rl.fault.report import (
@@ -40,7 +41,8 @@ def conclude(
     known = {failure.rank for failure in failures}
     for rank, code, time in ended:
         if rank not in known:
-            silent = _without_a_word(run_dir, log_dir, rank, code, time, node, oom_kills)
+            where = _last_seen(run_dir, rank, failures)
+            silent = _without_a_word(log_dir, rank, code, time, node, where, oom_kills)
             record(silent, run_dir)
             failures.append(silent)
     cause = first_cause(failures, world_size)
@@ -60,10 +62,17 @@ def num_oom_kills() -> int:
     return 0
 
 
-def _without_a_word(
-    run_dir: Path, log_dir: Path, rank: int, code: int, time: float, node: str, oom_kills: int
-) -> Failure:
+def _last_seen(run_dir: Path, rank: int, others: Sequence[Failure]) -> tuple[str, int]:
+    """(phase, step): its own last note is up to a second old, and the others, who lost it, may have been further."""
     _, phase, step = last_place(run_dir, rank)
+    furthest = max(others, key=lambda failure: failure.step, default=None)
+    return (phase, step) if furthest is None or furthest.step <= step else (furthest.phase, furthest.step)
+
+
+def _without_a_word(
+    log_dir: Path, rank: int, code: int, time: float, node: str, where: tuple[str, int], oom_kills: int
+) -> Failure:
+    phase, step = where
     if code < 0:
         return Failure(rank, node, "killed", phase, step, _why_killed(-code, oom_kills), time)
     said = [line for line in _lines(log_dir, rank) if line.strip()]
@@ -96,7 +105,8 @@ def _traceback(log_dir: Path, rank: int) -> list[str]:
     """The last one that the rank wrote, if any; of a long one the end."""
     lines = _lines(log_dir, rank)
     begins = [number for number, line in enumerate(lines) if line.startswith(_TRACEBACK)]
-    return lines[begins[-1] :][-_MAX_LINES:] if begins else []
+    found = lines[begins[-1] :] if begins else []
+    return list(takewhile(lambda line: not line.startswith("hpc-rl: "), found))[-_MAX_LINES:]
 
 
 def _lines(log_dir: Path, rank: int) -> list[str]:

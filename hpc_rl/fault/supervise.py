@@ -153,11 +153,11 @@ class Supervisor:
         if self.ends_at is not None and self.received is None and now >= self.ends_at - self._lead_s():
             self._say(f"the time limit is {self.ends_at - now:.0f} s away")
             self.received = signal.SIGUSR1
-        if self.received is signal.SIGUSR1 and now >= self._told_at + RESEND_S:  # Slurm itself sends TERM to the ranks
+        if self.received is not None and now >= self._told_at + RESEND_S:
             if not self._told_at:
-                self._say("told to stop by SIGUSR1: this step is the last, and will be saved")
+                self._say(f"told to stop by {self.received.name}: this step is the last, and will be saved")
             self._told_at = now
-            step.signal(signal.SIGUSR1)
+            step.signal(signal.SIGUSR1)  # never TERM: of Slurm's scancel the ranks hear directly, and two of them end a rank
 
     def _lead_s(self) -> float:
         """How long before the time limit ranks must hear of it: the step that they are in still has to end."""

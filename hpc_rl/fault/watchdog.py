@@ -19,13 +19,15 @@ from typing import IO
 
 from hpc_rl.config import FaultConfig
 from hpc_rl.fault import phase
-from hpc_rl.fault.report import EXIT_HANG, Failure, describe, failures_dir, place_line, record, stack_path
+from hpc_rl.fault.report import EXIT_HANG, Failure, describe, failures_dir, final_report, place_line, record, stack_path
 from hpc_rl.fault.stacks import all_stacks, collective_of, lines_of, place_in, stack_of
 
 SLOW = ("start", "load", "save", "end")  # phases that report no progress of their parts
 SLOW_FACTOR = 3.0
 GRACE = 1.5  # a rank in a collective is given so many times its limit
-_LAST = 1.25  # of the limit: where a rank that never lets go of the interpreter lock is ended by a thread without Python
+_LAST = (
+    1.25  # of the limit: where a rank that never lets go of the interpreter lock is ended by a thread without Python
+)
 _POLL_S = 1.0
 _NOTICE_S = 5.0  # a rank silent for so long looks whether another has reported
 
@@ -44,13 +46,21 @@ class Watchdog:
         rank, node: of this process.
         limit_s: phase -> longest silence, in seconds; 0: no limit.
         announce: also say on stderr why this process ends.
+        is_alone: nobody reads the ranks' reports, so the rank that is the cause writes the final one itself.
     """
 
     def __init__(
-        self, run_dir: str | Path, rank: int, node: str, limit_s: Callable[[str], float], *, announce: bool = True
+        self,
+        run_dir: str | Path,
+        rank: int,
+        node: str,
+        limit_s: Callable[[str], float],
+        *,
+        announce: bool = True,
+        is_alone: bool = False,
     ) -> None:
         self._run_dir, self._rank, self._node, self._limit_s = run_dir, rank, node, limit_s
-        self._announce = announce
+        self._announce, self._is_alone = announce, is_alone
         self._watched = threading.current_thread()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -61,6 +71,7 @@ class Watchdog:
 
     def start(self) -> None:
         """Begins to watch."""
+        phase.beat()
         path = stack_path(self._run_dir, self._rank)
         with contextlib.suppress(OSError):  # a disk that refuses: then without a stack from C
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -128,6 +139,8 @@ class Watchdog:
             lines = tuple(lines_of(stack))
             hang = Failure(self._rank, self._node, "hang", name, step, message, time.time(), lines, collective)
             record(hang, self._run_dir)
+            if self._is_alone and not collective:
+                final_report(self._run_dir, hang, decided="the run ends")
             if self._announce:
                 os.write(2, f"hpc-rl: {describe(hang)}\n".encode())
 

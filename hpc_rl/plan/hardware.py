@@ -5,6 +5,7 @@ A GB of memory is 2^30 bytes, as in a GPU's name; rates count 10^9 bytes.
 
 from __future__ import annotations
 
+import subprocess
 from dataclasses import dataclass, replace
 
 from hpc_rl.errors import UserError
@@ -70,3 +71,25 @@ def find_gpu(name: str | None, memory_gb: float | None, device: str) -> Gpu:
     if gpu is None:
         raise UserError(f"--gpu = {name}: is not in the table: use one of {', '.join(GPUS)}, or give --gpu-memory-gb")
     return gpu if memory_gb is None else replace(gpu, memory_gb=memory_gb)
+
+
+def gpu_here(device: str) -> Gpu:
+    """The GPUs of this node by nvidia-smi, which needs no CUDA context; CPU with ``launch.device=cpu`` or without any."""
+    if device == "cpu":
+        return CPU
+    query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        lines = subprocess.run(query, capture_output=True, text=True, check=True, timeout=60).stdout.splitlines()
+    except (OSError, subprocess.SubprocessError):
+        return CPU
+    return gpu_named(*lines[0].rsplit(", ", 1)) if lines else CPU
+
+
+def gpu_named(name: str, memory_mib: str) -> Gpu:
+    """The table's row for what nvidia-smi says, with the smaller of both memories; rates unknown if there is none."""
+    memory_gb = 0.995 * float(memory_mib) / 1024  # the driver keeps a little
+    found = [gpu for key, gpu in GPUS.items() if key.partition("-")[0] in name.lower()]
+    if not found:
+        return Gpu(name, memory_gb)
+    gpu = min(found, key=lambda g: abs((g.memory_gb or 0.0) - memory_gb))
+    return replace(gpu, memory_gb=min(memory_gb, gpu.memory_gb or memory_gb))

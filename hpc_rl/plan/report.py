@@ -8,9 +8,10 @@ from typing import Any
 
 from hpc_rl.config_load import load_config
 from hpc_rl.plan.changes import suggest
+from hpc_rl.plan.choose import Choice, job_of
 from hpc_rl.plan.estimate import estimate
 from hpc_rl.plan.hardware import GB, find_gpu
-from hpc_rl.plan.job import PlannedJob, plan_job
+from hpc_rl.plan.job import PlannedJob
 from hpc_rl.plan.memory import FRAGMENTATION, Memory, Phase, host_bytes_per_node, memory
 from hpc_rl.plan.placement import layout_report, placement_warnings, table_rows
 from hpc_rl.plan.resharding import reshard_report
@@ -39,8 +40,20 @@ def plan(
     """
     config = load_config(path, overrides)
     device = find_gpu(gpu, gpu_memory_gb, config.launch.device)
-    job = plan_job(config, device, nodes or config.launch.nodes or 1, gpus_per_node or config.launch.nproc)
-    return job, report_of(job)
+    job, rows = job_of(config, device, nodes or config.launch.nodes or 1, gpus_per_node or config.launch.nproc)
+    report = report_of(job)
+    if rows:
+        report["chosen"], report["alternatives"] = rows[0].row(), [row.row() for row in _distinct(rows)[:MAX_ROWS]]
+    return job, report
+
+
+MAX_ROWS = 6
+
+
+def _distinct(rows: Sequence[Choice]) -> list[Choice]:
+    """The best of each grid of training."""
+    grids = {(row.config.parallel.tp, row.config.parallel.pp): row for row in reversed(rows)}
+    return [row for row in rows[1:] if grids[row.config.parallel.tp, row.config.parallel.pp] is row]
 
 
 def report_of(job: PlannedJob) -> Report:
@@ -78,6 +91,9 @@ def report_of(job: PlannedJob) -> Report:
 def tables(job: PlannedJob, report: Mapping[str, Any]) -> Report:
     """The report as `metrics.tables.render` prints it best: rows in place of nested values."""
     out: Report = {name: report[name] for name in ("fits", "reason", "peak_gb", "limit_gb", "gpu")}
+    if "chosen" in report:
+        out["chosen"] = "{engine}: {change}".format(**report["chosen"])
+        out["other layouts that fit"] = report["alternatives"]
     for number, warning in enumerate(report["warnings"], 1):
         out[f"warning {number}"] = warning
     if report["changes"]:

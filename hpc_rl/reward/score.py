@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import importlib.util
 import inspect
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from hpc_rl.config import RewardConfig
@@ -127,6 +129,18 @@ def import_function(name: str) -> Callable[..., Any]:
             f"reward.function = {name}: is a {type(target).__name__}, but must be a function: name a function"
         )
     return target
+
+
+def code_digest(name: str) -> str:
+    """Digest of the file that holds ``module:function``, so that scores of edited code are told from older ones.
+
+    "" where there is no file (a module of a zip archive, or an extension without one).
+    """
+    spec = importlib.util.find_spec(name.partition(":")[0])
+    origin = None if spec is None else spec.origin
+    if origin is None or not Path(origin).is_file():
+        return ""
+    return hashlib.blake2b(Path(origin).read_bytes(), digest_size=16).hexdigest()
 
 
 def check_signature(name: str, function: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:

@@ -22,7 +22,7 @@ from hpc_rl.errors import RunError
 from hpc_rl.fault.phase import phase
 from hpc_rl.parallel.collectives import agree, gather_objects, rank, world_size
 from hpc_rl.parallel.layout import replica_of
-from hpc_rl.reward.score import RewardFunction
+from hpc_rl.reward.score import RewardFunction, code_digest
 from hpc_rl.rollout.protocol import Prompt, Request, RolloutEngine, Sample
 from hpc_rl.rollout.sampler import assign, request_seed, samples_to_batch, sort_batch
 from hpc_rl.storage.rollout_reader import Record, finished_samples
@@ -233,8 +233,9 @@ def staleness(batch: Batch, config: Config, step: int) -> dict[str, float]:
 
 
 def rollout_key(config: Config) -> str:
-    """What a step's rollouts depend on, beside the step: a digest of the run's settings."""
-    parts = (config.seed, config.model, config.parallel, config.data, config.rollout, config.reward)
+    """What a step's rollouts depend on, beside the step: a digest of the run's settings and of its reward's code."""
+    code = code_digest(config.reward.function)
+    parts = (config.seed, config.model, config.parallel, config.data, config.rollout, config.reward, code)
     learning = (config.algorithm, config.actor, config.critic)
     return hashlib.blake2b(repr((parts, learning)).encode(), digest_size=16).hexdigest()
 

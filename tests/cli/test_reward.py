@@ -11,7 +11,11 @@ from tests.cli.command import QUICKSTART, hpc_rl
 
 pytestmark = pytest.mark.xdist_group("cli-quickstart")
 FUNCTION = """
+import os
+import torch
+
 def score(prompt, response, fields):
+    print("threads", os.environ["OMP_NUM_THREADS"], torch.get_num_threads())
     if fields["answer"] == "bad":
         raise ValueError(f"no rule for {prompt}")
     return float(response == fields["answer"])
@@ -48,9 +52,11 @@ def test_fail(place: Path) -> None:
 
 
 def test_score(place: Path) -> None:
-    policy = ["reward.on_error=score", "reward.error_score=-2", "launch.nproc=1", "checkpoint.rollouts=false"]
+    policy = ["reward.on_error=score", "reward.error_score=-2", "checkpoint.rollouts=false"]
+    policy += ["launch.nproc=1", "launch.threads=2"]  # one rank, in the command's own process
     done = hpc_rl("train", QUICKSTART, *overrides(*policy), cwd=place, python_path=place)
     assert done.returncode == 0, done.stderr
+    assert "threads 2 2\n" in done.stdout
     lines = done.stderr.splitlines()
     assert len(lines) == 3, "the first three failures are told, all are counted"
     for sample, line in enumerate(lines):

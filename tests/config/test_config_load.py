@@ -184,3 +184,34 @@ def test_table_command() -> None:
     shown = subprocess.run([*command, "--table"], capture_output=True, text=True, check=True)
     assert shown.stdout == config_table()
     assert subprocess.run(command, capture_output=True).returncode != 0
+
+
+@pytest.mark.parametrize(
+    ("name", "published"),
+    [
+        ("grpo", {"kl_placement": "loss", "kl_estimator": "k3", "aggregation": "seq-mean-token-mean"}),
+        ("dapo", {"kl_placement": "none", "clip_low": 0.2, "clip_high": 0.28, "refill_rounds": 4}),
+        ("gspo", {"kl_placement": "none", "clip_low": 3e-4, "clip_high": 4e-4, "aggregation": "seq-mean-token-mean"}),
+        ("dpo", {"kl_placement": "none"}),
+    ],
+)
+def test_an_algorithm_brings_its_published_values(write, name: str, published: dict) -> None:  # type: ignore[no-untyped-def]
+    by_file = load_config(write(f"algorithm: {{name: {name}}}\n")).algorithm
+    by_override = load_config(write("steps: 3\n"), [f"algorithm.name={name}"]).algorithm
+    assert by_file == by_override
+    assert {key: getattr(by_file, key) for key in published} == published
+    assert by_file.lam == Config().algorithm.lam, "others keep their defaults"
+
+
+def test_explicit_values_win_over_published_ones(write) -> None:  # type: ignore[no-untyped-def]
+    path = write("algorithm: {clip_high: 0.3, aggregation: seq-mean-token-sum}\n")
+    algorithm = load_config(path, ["algorithm.name=dapo", "algorithm.refill_rounds=0"]).algorithm
+    assert (algorithm.clip_high, algorithm.refill_rounds, algorithm.kl_placement) == (0.3, 0, "none")
+    assert algorithm.aggregation == "seq-mean-token-sum"
+    again = load_config(write(dump_config(load_config(path, ["algorithm.name=dapo"])))).algorithm
+    assert again == load_config(path, ["algorithm.name=dapo"]).algorithm
+
+
+def test_unknown_algorithm_is_refused_with_the_nearest(write) -> None:  # type: ignore[no-untyped-def]
+    with refused("algorithm.name = gropo", "", "did you mean grpo"):
+        load_config(write(""), ["algorithm.name=gropo"])

@@ -63,13 +63,16 @@ def test_chained_slices_are_the_same_run(cluster: Cluster, tmp_path: Path, long_
 
 
 def test_two_slices_without_progress_end_the_chain(cluster: Cluster, tmp_path: Path) -> None:
-    """Slices of ten seconds, too short for a step: the second one says so instead of submitting a third."""
-    short = {"options": ("--time=1",), "faults": "all:generation:1:0:wait"}
-    job = submit(cluster, tmp_path, 1, **short, job__save_before_s=250, job__next_slice="chain")
+    """Slices of ten seconds, too short for a step: the second one says so instead of submitting a third.
+
+    With job.scale=auto the second one takes another node, which is idle.
+    """
+    short = {"options": ("--time=1",), "faults": "all:generation:1:0:wait", "job__save_before_s": 250}
+    job = submit(cluster, tmp_path, 1, **short, job__next_slice="chain", job__scale="auto", job__max_nodes=2)
     assert job.wait() == "COMPLETED", job.log
     last = str(int(job.id) + 1)
     assert cluster.wait(last) == "FAILED", job.log
-    assert len(job.slices()) == 2
+    assert [len(attempt["nodes"]) for attempt in job.attempts()] == [1, 2]
     report = json.loads((job.run / "failure.json").read_text())
     assert report["kind"] == "no_progress"
     assert "2 slices in a row made no progress" in report["summary"]

@@ -1,0 +1,107 @@
+"""Runs that fail in every way, through the real command: one line names the cause, and RUN/failure.json has it all."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.command import QUICKSTART, hpc_rl
+
+pytestmark = pytest.mark.xdist_group("fault")
+REWARD = """
+import asyncio, os, signal, time
+
+calls = 0
+
+def score(prompt, response, fields, how=""):
+    global calls
+    calls += 1
+    if os.environ["RANK"] == "1" and calls > 20:  # 16 samples a step on each of two ranks
+        if how == "hang":
+            time.sleep(600)
+        if how == "kill":
+            time.sleep(1.2)
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "raise":
+            raise asyncio.CancelledError("boom")  # no Exception, so no reward's policy deals with it
+    return float(response == fields["answer"])
+"""
+
+
+def train(place: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+    (place / "bad.py").write_text(REWARD)
+    usual = ["steps=3", "run.dir=run", "data.prompts_per_step=8", "reward.function=bad:score"]
+    return hpc_rl("train", QUICKSTART, *usual, *overrides, cwd=place, python_path=place, timeout_s=120)
+
+
+def report(place: Path) -> dict[str, Any]:
+    return json.loads((place / "run/failure.json").read_text())
+
+
+def test_a_rank_hangs(tmp_path: Path) -> None:
+    done = train(tmp_path, "reward.kwargs={how: hang}", "fault.phase_timeout_s={reward: 3, generation: 3}")
+    node = report(tmp_path)["node"]
+    assert re.fullmatch(
+        rf"hpc-rl: the run stopped: rank 1 on {node} hung in reward of step 2: no progress for 3 s, at score "
+        r"\(bad.py:11\) \(more: run/failure.json, run/logs/rank_1.log\)\n",
+        done.stderr,
+    )
+    assert done.returncode == 79
+    written = report(tmp_path)
+    assert (written["rank"], written["kind"], written["phase"], written["step"]) == (1, "hang", "reward", 2)
+    assert written["stack"][-1].endswith("time.sleep(600)")
+    (other,) = written["others"]
+    assert (other["rank"], other["kind"]) == (0, "hang")
+    assert other["collective"].startswith("all_gather_object from _draw (collect.py:")
+
+
+def test_a_rank_is_killed(tmp_path: Path) -> None:
+    done = train(tmp_path, "reward.kwargs={how: kill}")
+    assert done.stderr.startswith("hpc-rl: the run stopped: rank 1 on ") and done.stderr.count("\n") == 1
+    assert " was killed in reward of step 2: SIGKILL, " in done.stderr
+    assert "memory" in done.stderr
+    assert done.returncode == 137
+    written = report(tmp_path)
+    assert (written["rank"], written["kind"], written["phase"], written["step"]) == (1, "killed", "reward", 2)
+    assert [(o["rank"], o["kind"]) for o in written["others"]] == [(0, "exception")]
+    assert "Connection closed by peer" in (tmp_path / "run/logs/rank_0.log").read_text()
+
+
+def test_a_rank_raises(tmp_path: Path) -> None:
+    done = train(tmp_path, "reward.kwargs={how: raise}")
+    *traceback, last = done.stderr.splitlines()
+    assert " failed in reward of step 2: CancelledError: boom, at score (bad.py:" in last
+    assert traceback[0] == "  | Traceback (most recent call last):" or len(traceback) == 20
+    assert traceback[-1].endswith("CancelledError: boom")
+    assert all(line.startswith("  | ") for line in traceback)
+    assert "Connection" not in done.stderr, "of the others, which only lost it"
+    assert done.returncode == 1
+    assert report(tmp_path)["rank"] == 1
+
+
+def test_a_loss_is_not_finite(tmp_path: Path) -> None:
+    done = train(tmp_path, "actor.lr=1e30", "actor.clip_grad=0")
+    assert done.returncode == 1
+    assert done.stderr.startswith("hpc-rl: the run stopped: rank 0 on ") and done.stderr.count("\n") == 1
+    assert " failed in actor of step 1: actor: loss is " in done.stderr and "Lower actor.lr" in done.stderr
+    written = report(tmp_path)
+    assert (written["rank"], written["kind"], written["phase"], written["step"]) == (0, "nan", "actor", 1)
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("data.max_prompt_tokens=2", "all 4096 prompts are longer than data.max_prompt_tokens = 2"),
+        ("rollout.kv_cache_bytes=1", "vLLM cannot start with"),
+    ],
+)
+def test_what_only_the_ranks_can_find_wrong_is_one_line(override: str, named: str, tmp_path: Path) -> None:
+    done = train(tmp_path, override)
+    assert done.stderr.startswith(f"hpc-rl: {named}") and done.stderr.count("\n") == 1, done.stderr
+    assert done.returncode == 2
+    assert report(tmp_path)["kind"] == "user"
