@@ -25,6 +25,21 @@ from hpc_rl.tensors.shardmap import (
 HIDDEN, FFN, HEAD, HEADS, GROUPS, VOCAB, LAYERS = 8192, 28672, 128, 64, 8, 128256, 80
 
 
+def qkv(stem: str, tp: int, tp_size: int) -> tuple[int, dict[str, tuple[int, ...]], list[Piece]]:
+    """Elements, shapes and pieces of a fused local tensor: [q.. k v] of each of the rank's query groups."""
+    heads = {"q_proj": HEADS // GROUPS, "k_proj": 1, "v_proj": 1}
+    shapes: dict[str, tuple[int, ...]] = {
+        f"{stem}self_attn.{n}.weight": (c * GROUPS * HEAD, HIDDEN) for n, c in heads.items()
+    }
+    pieces, row = [], 0
+    for group in range(tp * GROUPS // tp_size, (tp + 1) * GROUPS // tp_size):
+        for (name, shape), count in zip(shapes.items(), heads.values(), strict=True):
+            low = group * count * HEAD
+            pieces.append(row_piece(name, shape, low, low + count * HEAD, stem + "qkv", row=row))
+            row += count * HEAD
+    return row * HIDDEN, shapes, pieces
+
+
 def stage_map(tp: int, tp_size: int, pp: int, pp_size: int) -> tuple[ShardMap, dict[str, int]]:
     """Parameters of one rank of a Llama-3-70B shape, and the elements of each local tensor."""
     maps: list[ShardMap] = []
@@ -43,15 +58,7 @@ def stage_map(tp: int, tp_size: int, pp: int, pp_size: int) -> tuple[ShardMap, d
         rows("embed", "model.embed_tokens.weight", VOCAB)
     for layer in range(pp * LAYERS // pp_size, (pp + 1) * LAYERS // pp_size):
         stem = f"model.layers.{layer}."
-        heads = {"q_proj": HEADS // GROUPS, "k_proj": 1, "v_proj": 1}
-        shapes = {f"{stem}self_attn.{n}.weight": (c * GROUPS * HEAD, HIDDEN) for n, c in heads.items()}
-        pieces, row = [], 0
-        for group in range(tp * GROUPS // tp_size, (tp + 1) * GROUPS // tp_size):
-            for (name, shape), count in zip(shapes.items(), heads.values(), strict=True):
-                low = group * count * HEAD
-                pieces.append(row_piece(name, shape, low, low + count * HEAD, stem + "qkv", row=row))
-                row += count * HEAD
-        add(stem + "qkv", row * HIDDEN, shapes, pieces)
+        add(stem + "qkv", *qkv(stem, tp, tp_size))
         for name, width in (("self_attn.o_proj.weight", HEADS * HEAD), ("mlp.down_proj.weight", FFN)):
             part = width // tp_size
             piece = column_piece(stem + name, (HIDDEN, width), tp * part, (tp + 1) * part, stem + name)

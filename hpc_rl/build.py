@@ -18,7 +18,7 @@ from hpc_rl.data.prompts import PromptSet, PromptStream
 from hpc_rl.data.tokenizer import load_tokenizer
 from hpc_rl.engine.colocate import Colocation
 from hpc_rl.engine.megatron import MegatronEngine
-from hpc_rl.errors import UserError
+from hpc_rl.errors import RunError, UserError
 from hpc_rl.fault.phase import beat
 from hpc_rl.parallel import state as parallel_state
 from hpc_rl.parallel.collectives import agree
@@ -246,6 +246,17 @@ def release_run_dir() -> None:
         _LOCKS.pop().release()
 
 
+def check_run_dir() -> None:
+    """All ranks go on while this job holds its run directory. Raises: RunError on every rank."""
+    error: BaseException | None = None
+    try:
+        for lock in _LOCKS:
+            lock.check()
+    except RunError as caught:
+        error = caught
+    agree(error)
+
+
 def say(line: str | None) -> None:
     """A line for the user, of rank 0."""
     if line is not None:
@@ -253,9 +264,9 @@ def say(line: str | None) -> None:
 
 
 def find_checkpoint(config: Config, checkpointer: Checkpointer) -> Path | None:
-    """The checkpoint that ``resume`` names, or None for a fresh start; says so."""
+    """The checkpoint that ``resume`` names, or None for a fresh start; says the latter. It may prove damaged."""
     found = named_checkpoint(config, checkpointer)
-    if checkpointer.rank == 0:
+    if checkpointer.rank == 0 and found is None:
         say(run_dir.resume_line(config, found))
     return found
 

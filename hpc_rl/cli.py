@@ -164,8 +164,15 @@ def launch_command(
     overrides: Overrides = None,
     launcher: Annotated[str, typer.Option(help="auto, torchrun, mpi or srun")] = "auto",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="print the exact command and stop")] = False,
+    supervise: Annotated[
+        bool, typer.Option("--supervise", help="in a batch script of Slurm: start the ranks again after a failure")
+    ] = False,
 ) -> None:
     """Start a training job through a launcher."""
+    if supervise:
+        from hpc_rl.supervised_job import run_supervised
+
+        raise typer.Exit(run_supervised(config, overrides or []))
     from hpc_rl.run import run_launch
 
     raise typer.Exit(run_launch(config, overrides or [], launcher, dry_run=dry_run))

@@ -206,6 +206,18 @@ class MetricsConfig:
 
 
 @_frozen
+class JobConfig:
+    spares: int = Field(0, ge=0, description="nodes of the Slurm job that stand by until another fails")
+    max_restarts: int = Field(3, ge=0, description="restarts in a row without a newer checkpoint, before the job gives up")
+    backoff_s: float = Field(5.0, ge=0, description="wait before the second restart in a row; doubled for each further one")
+    save_before_s: float = Field(300.0, gt=0, description="how long before the time limit ranks save; a step's own time comes on top")
+    next_slice: Literal["requeue", "chain"] = Field("requeue", description="then: back into the queue, or another job after this one")
+    scale: Literal["fixed", "auto"] = Field("fixed", description="auto: nodes of the next slice by the queue and measured efficiency")
+    min_nodes: int = Field(1, ge=1, description="fewest nodes to work on, after losses or with scale=auto")
+    max_nodes: int | None = Field(None, ge=1, description="most nodes of scale=auto; null: those that the job was submitted with")
+
+
+@_frozen
 class Config:
     """One run. Every leaf can be set in the YAML file or as ``section.key=value`` on the command line."""
 
@@ -228,3 +240,4 @@ class Config:
     storage: StorageConfig = section(StorageConfig)
     fault: FaultConfig = section(FaultConfig)
     metrics: MetricsConfig = section(MetricsConfig)
+    job: JobConfig = section(JobConfig)

@@ -19,6 +19,7 @@ from hpc_rl.algo.registry import objective
 from hpc_rl.config import Config
 from hpc_rl.config_load import load_config
 from hpc_rl.errors import RunError, UserError
+from hpc_rl.fault.decide import TRY_AGAIN
 from hpc_rl.fault.edge import Reporter, reporting
 from hpc_rl.fault.local import conclude, num_oom_kills
 from hpc_rl.fault.phase import phase
@@ -26,7 +27,7 @@ from hpc_rl.fault.report import ATTEMPT_VARIABLE, attempt_number, begin_attempt
 from hpc_rl.fault.watchdog import Watchdog, limit_of
 from hpc_rl.run_dir import find_run_checkpoint, set_aside
 from hpc_rl.storage.lock import RunLock
-from launch.env import RankInfo, detect, finish, job_id, node_name
+from launch.env import RankInfo, detect, finish, is_supervised, job_id, node_name
 from launch.local import run_local, thread_env
 from launch.spec import check_placement
 
@@ -172,19 +173,18 @@ def interrupted(number: int, frame: FrameType | None) -> None:
     signal.raise_signal(signal.SIGTERM)
 
 
-TRY_AGAIN = 75  # exit code of a run that stopped before its end and can go on (EX_TEMPFAIL)
-
-
 def stopped(config: Config, step: int, by: signal.Signals, rank: int) -> int:
     """Says where a run stopped; in a Slurm job that was told of its time limit, puts the job back into the queue.
 
-    Returns: the exit code: 0 if the job goes on by itself, else `TRY_AGAIN`, or 143 after SIGTERM.
+    Returns: the exit code: 0 if the job goes on by itself or a supervisor decides, else `TRY_AGAIN`, or 143 after SIGTERM.
     """
-    requeue = job_id() if by is signal.SIGUSR1 else None
     if rank == 0:
         print(f"Stopped by {by.name} after step {step} of {config.steps}, saved: resume=auto goes on", flush=True)
-        if requeue is not None:
-            subprocess.run(["scontrol", "requeue", requeue], check=True)
+    if is_supervised():  # it sees to it; and srun would end the other ranks if this one returned anything else
+        return 0
+    requeue = job_id() if by is signal.SIGUSR1 else None
+    if rank == 0 and requeue is not None:
+        subprocess.run(["scontrol", "requeue", requeue], check=True)
     if requeue is not None:
         return 0
     return 128 + signal.SIGTERM if by is signal.SIGTERM else TRY_AGAIN

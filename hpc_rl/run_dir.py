@@ -22,7 +22,7 @@ from hpc_rl.errors import UserError
 from hpc_rl.tensors.canonical import ModelSpec
 
 RESULTS = ("metrics.jsonl", "checkpoints", "rollouts")  # any of them: a run was here
-OTHERS = ("model", "failure.json")
+OTHERS = ("model", "failure.json", "slices.json")
 _CHECKPOINT = re.compile(r"checkpoint_(\d+)_complete")
 
 

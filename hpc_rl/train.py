@@ -43,7 +43,7 @@ class RLTrainer(Trainer):
         self.curriculum = Curriculum(job.prompts, config.data)
         super().__init__(config, job)
         with phase("reshard", self.steps_done):
-            self._sync_weights()
+            self._verified_s = self._sync_weights()["reshard/seconds_verify"]  # what `verify: first` costs, told in step 1
 
     def step(self, step: int) -> dict[str, float]:
         """One RL step: rollouts, scores, advantages, updates of critic and actor, weights to the sampler."""
@@ -59,6 +59,8 @@ class RLTrainer(Trainer):
         with meter.phase("reshard"), phase("reshard", step):
             self.steps_done = step
             metrics |= self._sync_weights()
+        metrics["reshard/seconds_verify"] = metrics.get("reshard/seconds_verify", 0.0) + self._verified_s
+        self._verified_s = 0.0
         metrics["kl_coef"] = self.kl.coef
         if "kl" in metrics:  # a KL that nobody measured moves nothing
             self.kl.update(metrics["kl"], len(batch))

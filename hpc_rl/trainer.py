@@ -9,17 +9,23 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import yaml
 
 from hpc_rl import rng
+from hpc_rl.build import check_run_dir, say
 from hpc_rl.config import Config
+from hpc_rl.config_load import dump_config
 from hpc_rl.data.prompts import PromptStream
+from hpc_rl.data.tokenizer import tokenizer_path
 from hpc_rl.engine.megatron import MegatronEngine
 from hpc_rl.fault.phase import phase
 from hpc_rl.fault.signals import StopSignals
 from hpc_rl.metrics.meter import Meter
 from hpc_rl.metrics.sinks import Sinks
 from hpc_rl.parallel.state import ParallelState
+from hpc_rl.run_dir import resume_line
 from hpc_rl.storage.checkpoint import Checkpointer
+from hpc_rl.storage.identity import check_identity, tokenizer_digest
 
 
 class TrainingJob(Protocol):
@@ -51,6 +57,7 @@ class Trainer(ABC):
         self.steps_done = 0
         self.stopped_by: signal.Signals | None = None
         self._signals = StopSignals()
+        self._identity = {"tokenizer": tokenizer_digest(tokenizer_path(config)[1])}
         with phase("load"):
             self._restore()
         self.sinks = Sinks.from_config(config, self.steps_done, job.parallel.rank)
@@ -70,6 +77,7 @@ class Trainer(ABC):
                         metrics |= self.evaluate()
                 self.sinks.write(step, metrics)
                 self.job.checkpointer.poll()
+                check_run_dir()
                 self.stopped_by = self._signals.agreed(self.job.parallel.device)
                 ends = step == last or self.stopped_by is not None
                 if ends or self._is_due(self.config.checkpoint.every, step, last):
@@ -116,6 +124,8 @@ class Trainer(ABC):
         states = {role: engine.state() for role, engine in self.job.trained.items()}
         extra = {
             "step": step,
+            "config": yaml.safe_load(dump_config(self.config)),
+            "identity": self._identity,
             "prompts": self.job.prompts.state(),
             "engines": {role: values for role, (_, _, values) in states.items()},
             **self._small_state(),
@@ -123,7 +133,9 @@ class Trainer(ABC):
         components = {role: (shard_map, tensors) for role, (shard_map, tensors, _) in states.items()}
         best = self.config.checkpoint.keep_best
         judged_by = {best: float(metrics[best])} if best is not None and best in metrics else {}
-        self.job.checkpointer.save(step, components, extra, rng.capture(), judged_by)
+        # The next step's rollouts and scores only read the state: `step` fences before it changes it.
+        overlap = self.config.checkpoint.asynchronous and not self.config.parallel.offload
+        self.job.checkpointer.save(step, components, extra, rng.capture(), judged_by, overlap=overlap)
 
     def _restore(self) -> None:
         path = self.job.resume_from
@@ -134,9 +146,10 @@ class Trainer(ABC):
         if self.config.resume == "auto":
             loaded = self.job.checkpointer.load_newest(components)
             assert loaded is not None, f"{path} was there when the run started"
-            _, extra, per_rank = loaded
+            path, extra, per_rank = loaded  # an older one, where the newest proved damaged
         else:
             extra, per_rank = self.job.checkpointer.load(path, components)
+        check_identity(extra, path, **self._identity)
         for role, engine in engines.items():
             engine.load_state(extra["engines"][role])
         self.job.prompts.load_state(extra["prompts"])
@@ -144,3 +157,5 @@ class Trainer(ABC):
         self.steps_done = int(extra["step"])
         if per_rank is not None:
             rng.restore(per_rank)
+        if self.job.parallel.rank == 0:
+            say(resume_line(self.config, path))

@@ -64,6 +64,9 @@ class Allocation:
     hostnames: tuple[str, ...]
     restart_count: int
     port: int  # for whatever the job's nodes must agree on without talking
+    tasks_per_node: int | None = None  # where the job says so
+    cpus_per_task: int | None = None
+    is_batch_script: bool = False  # this process is, or was started by, the job's script and no srun
 
 
 def allocation(environ: Environ | None = None) -> Allocation | None:
@@ -77,9 +80,12 @@ def allocation(environ: Environ | None = None) -> Allocation | None:
         return None
     hosts = expand_hosts(_get(environ, "SLURM_JOB_NODELIST"))
     restarts = int(environ.get("SLURM_RESTART_COUNT", 0))
-    return Allocation(
-        environ["SLURM_JOB_ID"], len(hosts), hosts, restarts, slurm_port({"SLURM_STEP_ID": "0", **environ})
+    tasks, cpus = (
+        _int(environ, name) if name in environ else None for name in ("SLURM_NTASKS_PER_NODE", "SLURM_CPUS_PER_TASK")
     )
+    port = slurm_port({"SLURM_STEP_ID": "0", **environ})
+    is_script = "SLURM_STEP_ID" not in environ
+    return Allocation(environ["SLURM_JOB_ID"], len(hosts), hosts, restarts, port, tasks, cpus, is_script)
 
 
 def detect(environ: Environ | None = None) -> RankInfo:
@@ -108,7 +114,7 @@ def _detect(environ: Environ) -> RankInfo:
     if "MPI_LOCALRANKID" in environ and "PMI_RANK" in environ:
         return _from_mpi(environ, "mpich")
     # A step of one task is a shell (srun --pty, salloc) or one process to start local ranks in: no world of its own.
-    if "SLURM_STEP_ID" in environ and environ.get("SLURM_STEP_NUM_TASKS") != "1":
+    if "SLURM_STEP_ID" in environ and (environ.get("SLURM_STEP_NUM_TASKS") != "1" or is_supervised(environ)):
         return _from_srun(environ)
     if "RANK" in environ and "WORLD_SIZE" in environ:
         return _from_torch(environ)
@@ -157,6 +163,14 @@ def job_id(environ: Environ = os.environ) -> str | None:
 def node_name(environ: Environ = os.environ) -> str:
     """This node, as the batch system calls it."""
     return environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+START_VARIABLE = "HPC_RL_START"  # set by a supervisor: names one start of the ranks, among those of all jobs
+
+
+def is_supervised(environ: Environ = os.environ) -> bool:
+    """Whether a supervisor has started this rank, and decides what follows when it ends."""
+    return START_VARIABLE in environ
 
 
 def finish(info: RankInfo) -> None:

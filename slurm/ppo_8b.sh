@@ -11,11 +11,12 @@
 #SBATCH --mem=0
 #SBATCH --exclusive
 #SBATCH --time=12:00:00
-#SBATCH --signal=USR1@300
+#SBATCH --signal=B:USR1@300
 #SBATCH --requeue
+#SBATCH --no-kill
 #SBATCH --open-mode=append
 #SBATCH --output=slurm-%x-%j.log
-# USR1 tells every rank, 300 s before the time limit, to save at the next step; --requeue lets the job go on from there.
+# USR1: the supervisor hears of the time limit, has the ranks save, and requeues the job. --no-kill: a lost node does not end it.
 
 # What differs between sites. Partition and account: SBATCH_PARTITION and SBATCH_ACCOUNT, or options of sbatch.
 HPC_RL=${HPC_RL:-$SLURM_SUBMIT_DIR} # the checkout, on a filesystem that all nodes see
@@ -30,6 +31,5 @@ for m in $MODULES; do module load "$m"; done
 [ -n "$NCCL_SOCKET_IFNAME" ] || unset NCCL_SOCKET_IFNAME
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$SLURM_CPUS_PER_TASK} SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK PYTHONUNBUFFERED=1
 cd "$HPC_RL"
-# No MPI plugin (ranks find each other through SLURM_*), ranks numbered node by node, one failing rank ends all.
-exec srun --mpi=none --distribution=block --kill-on-bad-exit=1 \
-    "$VENV/bin/hpc-rl" train "$CONFIG" run.dir="$RUN" resume=auto "$@"
+# Starts the ranks with srun, and again after a failure: on the same nodes, with a spare one, or with fewer.
+exec "$VENV/bin/hpc-rl" launch --supervise "$CONFIG" run.dir="$RUN" resume=auto "$@"

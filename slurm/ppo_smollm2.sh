@@ -8,8 +8,9 @@
 #SBATCH --cpus-per-task=2
 #SBATCH --mem-per-cpu=4000
 #SBATCH --time=01:00:00
-#SBATCH --signal=USR1@120
+#SBATCH --signal=B:USR1@120
 #SBATCH --requeue
+#SBATCH --no-kill
 #SBATCH --open-mode=append
 #SBATCH --output=slurm-%x-%j.log
 
@@ -22,5 +23,4 @@ RUN=${RUN:-runs/$SLURM_JOB_NAME}
 set -euo pipefail
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$SLURM_CPUS_PER_TASK} SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK PYTHONUNBUFFERED=1
 cd "$HPC_RL"
-exec srun --mpi=none --distribution=block --kill-on-bad-exit=1 \
-    "$VENV/bin/hpc-rl" train "$CONFIG" run.dir="$RUN" resume=auto launch.device=cpu "$@"
+exec "$VENV/bin/hpc-rl" launch --supervise "$CONFIG" run.dir="$RUN" resume=auto launch.device=cpu "$@"

@@ -10,7 +10,7 @@ from hpc_rl.fault.failure import Failure
 
 CLOCK_SKEW_S = 5.0  # nodes' clocks may differ by so much: failures closer than that have no order by time
 PHASES = ("start", "load", "generation", "reward", "scoring", "critic", "actor", "reshard", "eval", "save", "end")
-_KIND_ORDER = ("killed", "out_of_memory", "user", "nan", "start", "exception", "hang")  # where time says nothing
+_KIND_ORDER = ("killed", "out_of_memory", "user", "nan", "start", "exception", "hang", "no_progress")  # where time says nothing
 
 # What gloo, NCCL, the store and this project say on a rank that only lost another one.
 _LOST = re.compile(

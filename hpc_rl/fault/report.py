@@ -123,6 +123,8 @@ def _from_stack(path: Path) -> Failure | None:
 
 def describe(failure: Failure) -> str:
     """``rank 3 on node7 failed in generation of step 5: ValueError: ...``, one line."""
+    if failure.kind == "no_progress":
+        return f"the job came no further: {failure.message}"
     who = f"rank {failure.rank} on {failure.node or 'an unknown node'}" if failure.rank >= 0 else f"node {failure.node}"
     where = f"{failure.phase} of step {failure.step}" if failure.step else failure.phase
     verb = {"hang": "hung", "killed": "was killed", "out_of_memory": "ran out of memory", "node_lost": "was lost"}

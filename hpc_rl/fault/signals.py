@@ -25,6 +25,7 @@ class StopSignals:
         self._before = {}
         if threading.current_thread() is threading.main_thread():  # Python allows it there only
             self._before = {s: signal.signal(s, self._note) for s in STOPPING}
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)  # a supervisor holds back what came before
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.received is signal.SIGTERM and number == signal.SIGTERM:

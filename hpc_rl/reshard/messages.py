@@ -27,6 +27,8 @@ class Cut(NamedTuple):
 
 def cut_for(device: str, delta: bool, share: int) -> Cut:
     """The cut that suits a device: copying is what costs on a CPU, the number of operations on a GPU."""
+    if delta:  # searching a round takes up to four times its bytes: masks, positions as int64, values
+        share = max(MIN_SHARE_BYTES, share // 4 // 8 * 8)
     if device != "cpu":
         return Cut(share, share, 1 << 62)
     # A delta is one decision, dense, sparse or skipped, for each message, and its work fits the caches better in parts.

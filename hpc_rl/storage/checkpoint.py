@@ -30,8 +30,8 @@ from hpc_rl.storage.loading import layout_digest, newest, read_into
 from hpc_rl.storage.lustre import stripe
 from hpc_rl.storage.manifest import DamagedCheckpoint
 from hpc_rl.storage.plan import Holding, holding, plan
-from hpc_rl.storage.shards import Member, Report, shard_files
-from hpc_rl.storage.spool import Spool
+from hpc_rl.storage.shards import Member, shard_files
+from hpc_rl.storage.spool import Spool, first_error
 from hpc_rl.storage.tensor_io import pack
 from hpc_rl.storage.writer import Job
 from hpc_rl.tensors.shardmap import ShardMap
@@ -73,7 +73,7 @@ class Checkpointer:
         """Does ahead what only the first save needs: plan, writer process, first touch of the host buffer."""
         self._plan(holding({name: m for name, (m, _) in components.items()}), len(pack(per_rank or {})))
         assert self._whole is not None
-        spool = self._spool = self._spool or Spool()
+        spool = self._live_spool()
         spool.buffer.reserve(sum(region.nbytes for region in self._whole.members[self.rank].regions()), touch=True)
 
     def save(
@@ -110,7 +110,7 @@ class Checkpointer:
     ) -> None:  # fmt: skip
         """Hands the job to the writer and begins to fill the host buffer."""
         assert self._whole is not None
-        spool = self._spool = self._spool or Spool()
+        spool = self._live_spool()
         if self._writing:
             spool.wait_buffer(self._writing[-1][0])
         member = self._whole.members[self.rank]
@@ -119,7 +119,10 @@ class Checkpointer:
         ready = torch.cuda.current_stream().record_event() if torch.cuda.is_available() else None
         if self._mpi is not None:
             fill(buffer, member, sources, state, lambda nbytes: None, ready)
-            job = replace(job, report=self._write_shared(job, buffer.numpy().data))
+            members, alignment_bytes = self._whole.members, self.storage.alignment_bytes
+            data = buffer.numpy().data
+            report = mpio.write_shared(self._mpi, job.partial, members, self.rank, data, alignment_bytes)
+            job = replace(job, report=report)  # the writer only finishes the checkpoint
         spool.start(job, self._whole if self._unsent and self.rank == FINISHER else None)
         self._unsent = False
         self._writing.append((job.serial, step))
@@ -209,8 +212,7 @@ class Checkpointer:
             if other is not None:
                 raise other
         assert result is not None
-        extra, own, _ = result
-        return extra, own if all(same for _, same in outcomes) else None
+        return result[0], result[1] if all(same for _, same in outcomes) else None
 
     def _plan(self, held: Holding, state_bytes: int) -> None:
         """Makes the plan of all ranks at the first save, or when a layout changed."""
@@ -222,8 +224,7 @@ class Checkpointer:
         ranks = self._gather((layout, state_bytes, socket.gethostname(), self._run))
         self._run = ranks[FINISHER][3]
         layouts, sizes, hosts = [r[0] for r in ranks], [r[1] for r in ranks], [r[2] for r in ranks]
-        whole = self._whole
-        if whole and layouts == self._layouts and sizes == [m.state_bytes for m in whole.members]:
+        if (whole := self._whole) and layouts == self._layouts and sizes == [m.state_bytes for m in whole.members]:
             return
         made = plan(self._gather(held))
         members = tuple(Member(r, extents, sizes[r]) for r, extents in enumerate(made.ranks))
@@ -248,13 +249,14 @@ class Checkpointer:
             finish=finish if self.rank == FINISHER else None,
         )  # fmt: skip
 
-    def _write_shared(self, job: Job, buffer: memoryview) -> Report:
-        """All ranks' data into one file, through MPI; the writer then only finishes the checkpoint."""
-        assert self._whole is not None and self._mpi is not None
-        assert (self._mpi.rank, self._mpi.size) == (self.rank, self.world_size), "MPI and torch must number ranks alike"
-        return mpio.write_shared(
-            self._mpi, job.partial, self._whole.members, self.rank, buffer, self.storage.alignment_bytes
-        )
+    def _live_spool(self) -> Spool:
+        """The writer; a new one where there is none, or where it died."""
+        if self._spool is not None and self._spool.dead and not self._writing:
+            self._spool.close()
+            self._spool = None
+        if self._spool is None:
+            self._spool, self._unsent = Spool(), True
+        return self._spool
 
     def _make_room(self, num_steps: int) -> None:
         """Waits until at most ``num_steps`` saves are being written."""
@@ -279,6 +281,8 @@ class Checkpointer:
         ended = all(done for done, _ in states)
         if ended:
             self._writing.pop(0)
+            if not self.config.asynchronous:
+                spool.buffer.free()  # who does not save in the background gets the memory back
         return ended, error or first_error(states)
 
     def _report(self, error: str | None, on_error: str) -> None:
@@ -294,8 +298,3 @@ class Checkpointer:
         out: list[Any] = [None] * self.world_size
         dist.all_gather_object(out, value, group=self.group)
         return out
-
-
-def first_error(states: list[tuple[bool, str | None]]) -> str | None:
-    """The first of all ranks' errors, with its rank."""
-    return next((f"rank {rank}: {error}" for rank, (_, error) in enumerate(states) if error), None)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import mmap
 import os
+from contextlib import suppress
 from pathlib import Path
 
 BLOCK_BYTES = 4096  # direct I/O wants offsets, lengths and addresses to be multiples of this
@@ -90,3 +92,12 @@ def remove_tree(files: Files, path: Path) -> None:
 def align(nbytes: int, to: int = BLOCK_BYTES) -> int:
     """``nbytes`` rounded up to a multiple of ``to``."""
     return -(-nbytes // to) * to
+
+
+def new_buffer(nbytes: int) -> memoryview:
+    """Page-aligned memory, in huge pages where the system gives them: touched for the first time many times faster."""
+    memory = mmap.mmap(-1, align(nbytes, 2 << 20), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return memoryview(memory)

@@ -46,7 +46,9 @@ def inspect_path(path: str | Path, verify: bool = False, num_samples: int = 4) -
 
 
 def inspect_file(path: Path, verify: bool, num_samples: int) -> Report:
-    """An HDF5 file: a shard, an index or rollouts."""
+    """An HDF5 file: a shard, an index or rollouts, which may still be written."""
+    if path.parent.name.startswith("step_"):
+        return inspect_rollouts([path], num_samples)
     try:
         with h5py.File(path, "r", locking=False) as file:
             kind = str(file.attrs.get("format", ""))
@@ -159,11 +161,13 @@ def inspect_rollouts(paths: list[Path], num_samples: int) -> Report:
 
 
 def file_row(path: Path, file: RolloutFile) -> Report:
+    """A row of the table of journals."""
     fields = ", ".join(sorted(file.fields))
     return {"file": path.name, "sequences": len(file), "damaged": file.num_damaged, "added_fields": fields}
 
 
 def sample_row(record: Record) -> Report:
+    """A row of the table of samples: ends of long texts only."""
     row = record.row[0]
     return {
         "prompt_id": record.key[0], "sample_id": record.key[1],

@@ -50,7 +50,8 @@ class RunLock:
         self._thread.start()
 
     def check(self) -> None:
-        """Raises RunError when another job took the directory meanwhile (this one was frozen for long)."""
+        """Looks at the file. Raises RunError when it is gone, or another job's (this one was frozen for long)."""
+        self._lost = self._lost or self._taken()
         if self._lost:
             raise RunError(self._lost)
 
@@ -100,15 +101,30 @@ class RunLock:
     def _beat(self) -> None:
         count = 0
         while not self._stop.wait(self.beat_s):
-            other = self._read()
-            if other.get("nonce") != self.owner["nonce"]:
-                self._lost = f"{self.path.parent}: taken over by {describe(other)}: this job must stop"
+            self._lost = self._lost or self._taken()
+            if self._lost:
                 return
             count += 1
             self._write(count)
 
+    def _taken(self) -> str | None:
+        """How this process lost the lock; None while it holds it."""
+        try:
+            replaced = not os.path.samestat(os.stat(self.path), os.fstat(self._fd))
+        except FileNotFoundError:
+            return f"{self.path}: removed, so other jobs may write to the run directory: this job must stop"
+        except OSError:
+            return None  # the file system stumbles: that is no word of another job
+        other = self._parse(self.path.read_bytes()) if replaced else self._read()
+        if other.get("nonce") == self.owner["nonce"]:
+            return None
+        return f"{self.path.parent}: taken over by {describe(other)}: this job must stop"
+
     def _read(self) -> dict[str, Any]:
-        raw = os.pread(self._fd, 4096, 0)
+        return self._parse(os.pread(self._fd, 4096, 0))
+
+    @staticmethod
+    def _parse(raw: bytes) -> dict[str, Any]:
         try:
             found = json.loads(raw) if raw else {}
         except ValueError:

@@ -42,6 +42,7 @@ def write_shared(
 
     Args: members: of all ranks. buffer: bytes of this rank's regions.
     """
+    assert (comm.rank, comm.size) == (rank, len(members)), "MPI and the run must number ranks alike"
     path = directory / FILE
     path.parent.mkdir(parents=True, exist_ok=True)
     with h5py.File(

@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import errno
-import mmap
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
 
 from hpc_rl.errors import UserError
-from hpc_rl.storage.files import BLOCK_BYTES, align
+from hpc_rl.storage.files import BLOCK_BYTES, align, new_buffer
 from hpc_rl.storage.index import Index
 from hpc_rl.storage.manifest import DamagedCheckpoint
 from hpc_rl.storage.plan import full_name
 from hpc_rl.storage.tensor_io import digest
 from hpc_rl.tensors.shardmap import Piece, ShardMap, TensorSpec, intersect
 
-READ_BYTES = 32 << 20  # one read; four buffers of it
+# Small reads, many at a time: memory touched for the first time can be slower than the disk, and a block that was just
+# read is still in the processor's cache for its digest and its copy.
+READ_BYTES, NUM_IN_FLIGHT, BUFFER_BYTES = 4 << 20, 8, 96 << 20  # of all buffers, unless extents are larger
 GAP_BYTES = 1 << 20  # two extents closer than this are read in one go
 
 
@@ -118,17 +119,8 @@ def reads(index: Index, rows: Sequence[int]) -> list[Read]:
     return out
 
 
-def new_buffer(nbytes: int) -> memoryview:
-    """Page-aligned memory, in huge pages where the system gives them: touched for the first time many times faster."""
-    memory = mmap.mmap(-1, align(nbytes, 2 << 20))
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    return memoryview(memory)
-
-
 class Reader:
-    """Reads and verifies stretches ahead of their use, in threads (both leave the interpreter lock)."""
+    """Reads, verifies and hands over stretches of files, several at a time (all of it leaves the interpreter lock)."""
 
     def __init__(
         self, directory: Path, index: Index, verify: bool, direct: bool = True,
@@ -139,25 +131,32 @@ class Reader:
         self.descriptors: dict[str, int] = {}
 
     def each(self, plan: Sequence[Read], use: Callable[[int, memoryview], None]) -> None:
-        """Calls ``use(row, bytes of its extent)`` for each row of ``plan``; the bytes are valid in the call only."""
+        """Calls ``use(row, bytes of its extent)`` for each row of ``plan``, in threads of the reader's.
+
+        The bytes are valid during the call only.
+        """
         size = align(max((read.nbytes for read in plan), default=0)) + BLOCK_BYTES
-        free = [new_buffer(size) for _ in range(min(4, len(plan)))]
-        waiting: list[tuple[Read, memoryview, Future[int]]] = []
-        todo: Iterator[Read] = iter(plan)
+        buffers: SimpleQueue[memoryview] = SimpleQueue()
+        num_threads = max(3, min(NUM_IN_FLIGHT, BUFFER_BYTES // size))
+        for _ in range(min(num_threads, len(plan))):
+            buffers.put(new_buffer(size))
+
+        def run(read: Read) -> None:
+            buffer = buffers.get()
+            try:
+                shift = -self.fetch(read, buffer, self.descriptors[read.file])
+                for row in read.rows:
+                    begin = int(self.index.offset[row]) + shift
+                    use(row, buffer[begin : begin + int(self.index.nbytes[row])])
+            finally:
+                buffers.put(buffer)
+
         try:
-            with ThreadPoolExecutor(2) as pool:
-                while True:
-                    while free and (read := next(todo, None)):
-                        buffer = free.pop()
-                        waiting.append((read, buffer, pool.submit(self.fetch, read, buffer, self.open(read.file))))
-                    if not waiting:
-                        break
-                    read, buffer, future = waiting.pop(0)
-                    shift = -future.result()
-                    for row in read.rows:
-                        begin = int(self.index.offset[row]) + shift
-                        use(row, buffer[begin : begin + int(self.index.nbytes[row])])
-                    free.append(buffer)
+            for file in {read.file for read in plan}:
+                self.open(file)
+            with ThreadPoolExecutor(num_threads) as pool:
+                for _ in pool.map(run, plan):
+                    pass
         finally:
             self.close()
 
@@ -188,19 +187,17 @@ class Reader:
             raise error
         self.on_damage(error)
 
-    def open(self, file: str) -> int:
-        """A descriptor, one per file."""
-        if file not in self.descriptors:
-            path = self.directory / file
-            try:
-                direct = getattr(os, "O_DIRECT", 0) if self.direct else 0
-                self.descriptors[file] = os.open(path, os.O_RDONLY | direct)
-            except OSError as error:
-                if error.errno == errno.EINVAL:  # no direct I/O here
-                    self.descriptors[file] = os.open(path, os.O_RDONLY)
-                else:
-                    raise DamagedCheckpoint(f"{path}: {error.strerror}: use an older checkpoint") from error
-        return self.descriptors[file]
+    def open(self, file: str) -> None:
+        """One descriptor per file."""
+        path = self.directory / file
+        try:
+            direct = getattr(os, "O_DIRECT", 0) if self.direct else 0
+            self.descriptors[file] = os.open(path, os.O_RDONLY | direct)
+        except OSError as error:
+            if error.errno == errno.EINVAL:  # no direct I/O here
+                self.descriptors[file] = os.open(path, os.O_RDONLY)
+            else:
+                raise DamagedCheckpoint(f"{path}: {error.strerror}: use an older checkpoint") from error
 
     def close(self) -> None:
         for fd in self.descriptors.values():

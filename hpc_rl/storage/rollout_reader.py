@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,10 +14,13 @@ import numpy as np
 import xxhash
 
 from hpc_rl.errors import UserError
+from hpc_rl.storage.h5_snapshot import snapshot
 
 if TYPE_CHECKING:
     from hpc_rl.rollout.protocol import Request, Sample
 
+ATTEMPTS = 5
+logger = logging.getLogger(__name__)
 TOKENS = {"input_ids": "<i8", "rollout_log_probs": "<f4"}  # written as sequences finish
 ROW = np.dtype(
     [
@@ -105,16 +110,17 @@ def record_digest(row: np.ndarray[Any, Any], data: Mapping[str, np.ndarray[Any, 
 
 
 def read_file(path: str | Path) -> RolloutFile:
-    """All finished sequences of a journal. Raises UserError where it is no journal."""
-    try:
-        with h5py.File(path, "r", libver="latest", swmr=True, locking=False) as file:
-            attributes = dict(file.attrs)
-            if attributes.get("format") != "hpc_rl rollouts":
-                raise UserError(f"{path}: not a rollouts file of hpc_rl")
-            rows = file["sequences"][()]
-            arrays = {name: file[name][()] for name in file if name != "sequences"}
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error})") from error
+    """All finished sequences of a journal, even while it is written. Raises UserError where it is no journal."""
+    for attempt in range(ATTEMPTS):
+        try:
+            attributes, rows, arrays = read_arrays(path)
+            break
+        except OSError as error:
+            if attempt == ATTEMPTS - 1:
+                raise UserError(f"{path}: cannot be read ({error})") from error
+            time.sleep(0.02)  # its writer may have been in the middle of a change
+    if attributes.get("format") != "hpc_rl rollouts":
+        raise UserError(f"{path}: not a rollouts file of hpc_rl")
     records, num_damaged = [], 0
     token_begin = text_begin = 0
     for i in range(len(rows)):
@@ -129,6 +135,17 @@ def read_file(path: str | Path) -> RolloutFile:
         token_begin, text_begin = int(row["token_end"][0]), int(row["text_end"][0])
     fields = {name: value for name, value in arrays.items() if name not in (*TOKENS, "text")}
     return RolloutFile(attributes, tuple(records), num_damaged, fields)
+
+
+def read_arrays(path: str | Path) -> tuple[dict[str, Any], np.ndarray[Any, Any], dict[str, np.ndarray[Any, Any]]]:
+    """(attributes, rows, arrays) of a journal as it is now. Raises OSError, whatever is wrong with its bytes."""
+    image = snapshot(path)
+    try:
+        with h5py.File(image, "r") as file:
+            rows = file["sequences"][()].astype(ROW, copy=False)
+            return dict(file.attrs), rows, {name: file[name][()] for name in file if name != "sequences"}
+    except (KeyError, RuntimeError, ValueError, TypeError) as error:
+        raise OSError(str(error)) from error
 
 
 def parse(row: np.ndarray[Any, Any], data: Mapping[str, np.ndarray[Any, Any]]) -> Record | None:
@@ -158,5 +175,13 @@ class RolloutReader:
 
 def finished_samples(run_dir: str | Path, step: int, key: str = "") -> dict[tuple[int, int], Record]:
     """(prompt id, sample id) -> finished sequence, of all ranks' journals that were written under the same ``key``."""
-    reader = RolloutReader(run_dir, step)
-    return {record.key: record for file in reader.files() if file.attributes["key"] == key for record in file}
+    found: dict[tuple[int, int], Record] = {}
+    for path in RolloutReader(run_dir, step).paths:
+        try:
+            file = read_file(path)
+        except UserError as error:
+            logger.warning("its rollouts are generated again: %s", error)
+            continue
+        if file.attributes.get("key") == key:
+            found |= {record.key: record for record in file}
+    return found

@@ -111,7 +111,7 @@ class RolloutWriter:
         old = self._killed_run()
         temporary = self.path.with_suffix(".tmp")
         self._journal = Journal(temporary, step, rank, key)
-        if old and old.attributes["key"] == key:  # its file stays until all is copied
+        if old and old.attributes.get("key") == key:  # its file stays until all is copied
             self._journal.copy(old)
         self._journal.sync()
         os.rename(temporary, self.path)

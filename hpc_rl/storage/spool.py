@@ -44,6 +44,12 @@ class HostBuffer:
                 torch.cuda.cudart().cudaHostRegister(self.tensor.data_ptr(), nbytes, 0)
         return self.tensor
 
+    def free(self) -> None:
+        """Gives the memory back to the system; `reserve` makes it anew."""
+        self._unpin()
+        self.tensor = torch.empty(0, dtype=torch.uint8)
+        os.ftruncate(self.fd, 0)  # the writer process maps it too
+
     def _unpin(self) -> None:
         if self.tensor.numel() and torch.cuda.is_available():
             torch.cuda.cudart().cudaHostUnregister(self.tensor.data_ptr())
@@ -136,3 +142,8 @@ class Spool:
 
     def _gone(self) -> None:
         self.dead = f"the checkpoint writer process died with exit code {self.process.wait()}"
+
+
+def first_error(states: list[tuple[bool, str | None]]) -> str | None:
+    """The first of all ranks' errors, with its rank."""
+    return next((f"rank {rank}: {error}" for rank, (_, error) in enumerate(states) if error), None)

@@ -6,7 +6,8 @@ import torch
 from hpc_rl.algo import preference
 from tests.algo.cases import Case, close, load
 from tests.algo.test_golden_correction import CASES as CORRECTION
-from tests.algo.test_golden_losses import BYPASS, ENTROPY, POLICY, TRL
+from tests.algo.test_golden_head import ENTROPY, LOG_PROBS
+from tests.algo.test_golden_losses import BYPASS, POLICY, TRL
 from tests.algo.test_golden_rewards import ADVANTAGE, GAE, KL, KL_IN_REWARD, WHITEN
 
 parametrize = pytest.mark.parametrize
@@ -72,11 +73,11 @@ def test_every_case_is_asserted_or_named() -> None:
     asserted = {
         "whiten": len(WHITEN), "gae": len(GAE), "advantage": len(ADVANTAGE), "kl": len(KL), "kl_controller": 3,
         "kl_in_reward": len(KL_IN_REWARD), "agg_loss": 90, "policy_loss": len(POLICY) + len(BYPASS), "value_loss": 45,
-        "entropy": len(ENTROPY), "trl_grpo_loss": len(TRL), "rollout_corr": len(CORRECTION), "dpo": len(DPO),
+        "entropy": len(ENTROPY) + len(LOG_PROBS), "trl_grpo_loss": len(TRL), "rollout_corr": len(CORRECTION), "dpo": len(DPO),
         "reward_model": 18,
     }  # fmt: skip
     without = {name: recorded[name] - asserted[name] for name in recorded if recorded[name] != asserted[name]}
     assert without == {
-        "advantage": 37, "kl": 7, "kl_in_reward": 12, "policy_loss": 50, "entropy": 6, "trl_grpo_loss": 8,
+        "advantage": 37, "kl": 7, "kl_in_reward": 12, "policy_loss": 50, "trl_grpo_loss": 8,
         "rollout_corr": 1, "dpo": 30,
     }  # fmt: skip

@@ -117,7 +117,7 @@ def test_a_run_directory_in_use(place: Path) -> None:
 
 
 def test_the_place_would_start(place: Path) -> None:
-    """Without its faults this input gets past all checks: the embedding alone is no whole model, which a rank finds."""
+    """Without its faults this input gets past all checks: that vLLM has no heads of 4 on a CPU is what a rank finds."""
     done = hpc_rl("train", "run.yaml", "launch.nproc=1", "data.prompts_per_step=1", cwd=place)
     assert (place / "out/run/config.yaml").is_file(), done.stderr
-    assert done.returncode == 2 and "is missing in model" in done.stderr
+    assert done.returncode == 2 and "head size 4 is not one that vLLM has on CPU" in done.stderr

@@ -17,7 +17,7 @@ from tests.ranks import RankFailed, run_ranks
 
 
 def test_the_rank_that_the_others_wait_for_is_named(tmp_path: Path) -> None:
-    with pytest.raises(RankFailed, match="died without a word"):
+    with pytest.raises(RankFailed, match="died without a word|closed by peer"):  # by its own watchdog, or as the first one left
         run_ranks(3, jobs.one_rank_stays_away, tmp_path, 1, timeout_s=60)
     zero, culprit, two = read_failures(tmp_path)
     assert (culprit.rank, culprit.node, culprit.kind, culprit.phase, culprit.step) == (1, "node1", "hang", "reward", 5)

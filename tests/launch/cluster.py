@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import socket
@@ -86,11 +87,18 @@ def _free_port(count: int) -> int:
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Cluster]:
-    """Four nodes of 64 declared CPUs and 8 declared GPUs; skips, saying why, where Slurm is not installed."""
+    """`local_cluster`; skips, saying why, where Slurm is not installed."""
     if missing := missing_programs(SLURM_PROGRAMS):
         pytest.skip(f"not installed: {', '.join(missing)} (apt-get install slurm-wlm munge libpmix2)")
     if os.geteuid() != 0:
         pytest.skip("Slurm's daemons need root")
+    with local_cluster() as here:
+        yield here
+
+
+@contextlib.contextmanager
+def local_cluster() -> Iterator[Cluster]:
+    """Four nodes of 64 declared CPUs and 8 declared GPUs."""
     state = Path(tempfile.mkdtemp(prefix="hs", dir="/tmp"))  # short: it holds unix sockets
     env = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "PYTEST_XDIST"))}
     env |= {"HPCRL_SLURM_DIR": str(state / "s"), "HPCRL_SLURM_PORT": str(_free_port(8)), "PATH": PATH}

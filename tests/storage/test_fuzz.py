@@ -10,11 +10,13 @@ import pytest
 
 from hpc_rl.config import CheckpointConfig
 from hpc_rl.errors import UserError
+from hpc_rl.storage import restore
 from hpc_rl.storage.access import open_checkpoint
 from hpc_rl.storage.checkpoint import Checkpointer
 from hpc_rl.storage.files import Files
 from hpc_rl.storage.inspect import inspect_path
 from hpc_rl.storage.verify import verify
+from tests.ranks import run_ranks
 from tests.storage.faulty import newest, save
 from tests.storage.layouts import Layout, component
 
@@ -91,6 +93,26 @@ def test_a_flipped_bit_names_file_and_tensor(tmp_path: Path, run_dir: Path) -> N
 def newest_or_raise(run_dir: Path) -> None:
     (path,) = run_dir.glob("checkpoints/*")
     Checkpointer(run_dir, CheckpointConfig()).load(path, {"actor": component(Layout(num_layers=1), 0)})
+
+
+def newest_in_small_reads(run_dir: Path) -> None:
+    restore.READ_BYTES = 1  # one read an extent: more of them than threads
+    with pytest.raises(UserError, match="its digest does not match"):
+        newest_or_raise(run_dir)
+
+
+def test_many_damages_at_a_time_end_the_load(tmp_path: Path, run_dir: Path) -> None:
+    shutil.copytree(run_dir, tmp_path, dirs_exist_ok=True)
+    (checkpoint,) = tmp_path.glob("checkpoints/*")
+    _, _, index = open_checkpoint(checkpoint)
+    assert len(index.name) > 2 * restore.NUM_IN_FLIGHT
+    for row in range(len(index.name)):
+        with (checkpoint / index.files[index.file[row]]).open("r+b") as file:
+            file.seek(int(index.offset[row]))
+            byte = file.read(1)[0]
+            file.seek(int(index.offset[row]))
+            file.write(bytes([byte ^ 1]))
+    run_ranks(1, newest_in_small_reads, tmp_path, timeout_s=30)
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "index.h5", "digests.bin", "shards/rank_00001.h5"])

@@ -70,6 +70,13 @@ def test_rollouts_show_decoded_samples_with_rewards(run_dir: Path) -> None:
     assert inspect_path(run_dir / "rollouts" / "step_000002" / "rank_00001.h5")["sequences"] == 5
 
 
+def test_rollouts_can_be_looked_at_while_they_are_written(tmp_path: Path) -> None:
+    with RolloutWriter(tmp_path, 3, 0) as writer:
+        writer.append(make_sample(1))
+        assert inspect_path(tmp_path / "rollouts" / "step_000003" / "rank_00000.h5")["sequences"] == 1
+        assert inspect_path(tmp_path / "rollouts" / "step_000003")["sequences"] == 1
+
+
 def test_every_report_is_json_and_prints_as_tables(run_dir: Path) -> None:
     for path in (run_dir, checkpoint(run_dir, 1), run_dir / "rollouts" / "step_000002"):
         report = inspect_path(path)

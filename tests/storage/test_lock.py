@@ -117,3 +117,19 @@ def test_a_directory_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be written .*: set run.dir to a writable one"):
         RunLock(tmp_path / "file")
+
+
+def test_a_removed_or_replaced_lock_is_told_at_the_next_look(tmp_path: Path) -> None:
+    for change, message in ((Path.unlink, "lock: removed, so other jobs"), (renew, "taken over by process 1 on")):
+        run_dir = tmp_path / change.__name__
+        with RunLock(run_dir) as held:
+            held.check()
+            change(run_dir / "lock")
+            with pytest.raises(RunError, match=f"{message}.*: this job must stop"):
+                held.check()
+
+
+def renew(path: Path) -> None:
+    """Another job's lock, in a file of its own."""
+    path.unlink()
+    foreign(path.parent)

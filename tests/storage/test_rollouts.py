@@ -1,6 +1,7 @@
 """The rollouts journal: whole sequences only, at any moment, and nothing twice."""
 
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from hpc_rl.rollout.protocol import Prompt, Request, Sample
+from hpc_rl.storage.h5_snapshot import lookup3
 from hpc_rl.storage.rollout_reader import RolloutReader, finished_samples, read_file, rollout_file
 from hpc_rl.storage.rollouts import RolloutWriter, add_fields
 
@@ -92,6 +94,36 @@ def test_every_finished_sequence_survives_sigkill_and_the_next_writer_goes_on(tm
     assert set(finished_samples(tmp_path, 7)) == before | {(10**6, 0)}
 
 
+def test_a_reader_beside_a_busy_writer_always_sees_whole_sequences(tmp_path: Path) -> None:
+    root = Path(__file__).parents[2]
+    process = subprocess.Popen(
+        [sys.executable, "-c", CHILD, str(tmp_path)], stdout=subprocess.DEVNULL, cwd=root,
+        env={**os.environ, "PYTHONPATH": str(root)},
+    )  # fmt: skip
+    path = rollout_file(tmp_path, 7, 0)
+    try:
+        deadline = time.monotonic() + 60
+        while not path.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        seen = 0
+        for _ in range(40):
+            content = read_file(path)
+            assert content.num_damaged == 0 and len(content) >= seen
+            assert [record.key[0] for record in content] == list(range(len(content)))
+            seen = len(content)
+            with h5py.File(path, "r", libver="latest", swmr=True, locking=False) as file:
+                assert len(file["sequences"]) >= seen, "plain h5py sees them too"
+        assert seen > 0
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_lookup3_is_hdf5s_metadata_checksum() -> None:
+    assert lookup3(b"") == 0xDEADBEEF
+    assert lookup3(b"Four score and seven years ago") == 0x17770551, "as lookup3.c states it"
+
+
 def test_a_changed_key_discards_what_was_drawn_under_another(tmp_path: Path) -> None:
     with RolloutWriter(tmp_path, 1, 0, key="temperature 1") as writer:
         writer.append(make_sample(1))
@@ -111,6 +143,26 @@ def test_a_flipped_bit_drops_that_sequence_only(tmp_path: Path) -> None:
     content = read_file(path)
     assert content.num_damaged == 1
     assert [record.key[0] for record in content] == [0, 1, 3]
+
+
+def test_random_damage_loses_sequences_but_never_changes_one(tmp_path: Path) -> None:
+    with RolloutWriter(tmp_path, 1, 0) as writer:
+        for i in range(30):
+            writer.append(make_sample(i))
+    path = rollout_file(tmp_path, 1, 0)
+    original = path.read_bytes()
+    rng = random.Random(0)
+    outcomes = set()
+    used = [i for i, byte in enumerate(original) if byte]
+    for i in range(200):
+        damaged = bytearray(original)
+        damaged[rng.choice(used) if i % 2 else rng.randrange(len(original))] ^= rng.randrange(1, 256)
+        path.write_bytes(damaged)
+        found = finished_samples(tmp_path, 1)
+        for (i, _), record in found.items():
+            assert record.sample(make_sample(i).request) == make_sample(i)
+        outcomes.add("all" if len(found) == 30 else "none" if not found else "some")
+    assert outcomes == {"all", "some", "none"}
 
 
 def test_an_unreadable_journal_is_set_aside(tmp_path: Path) -> None:

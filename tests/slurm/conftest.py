@@ -1,0 +1,1 @@
+from tests.launch.cluster import cluster as cluster
