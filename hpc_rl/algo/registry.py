@@ -149,7 +149,13 @@ def needs_old_log_probs(config: Config, trains_actor: bool = True) -> bool:
     """
     algo = config.algorithm
     several = algo.epochs * algo.mini_batches > 1
-    return not trains_actor or several or algo.kl_placement == "reward" or algo.correction != "none" or algo.reject != "none"
+    return (
+        not trains_actor
+        or several
+        or algo.kl_placement == "reward"
+        or algo.correction != "none"
+        or algo.reject != "none"
+    )
 
 
 def _unknown(name: str) -> UserError:

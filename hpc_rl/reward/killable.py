@@ -21,7 +21,9 @@ from typing import Any
 from hpc_rl.errors import RunError
 
 START_TIMEOUT_S = 600.0  # for the imports of the function's module, on a slow file system
-_PROGRAM = "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from hpc_rl.reward.worker import serve; serve({}, {})"
+_PROGRAM = (
+    "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from hpc_rl.reward.worker import serve; serve({}, {})"
+)
 
 
 class RewardFailed(Exception):
@@ -94,7 +96,9 @@ class KillableFunction:
             connection.send(message)
             if not connection.poll(timeout_s):
                 self.close()
-                raise RewardFailed("TimeoutError", f"it took longer than reward.timeout_s = {timeout_s:g} and was killed")
+                raise RewardFailed(
+                    "TimeoutError", f"it took longer than reward.timeout_s = {timeout_s:g} and was killed"
+                )
             succeeded, result, reason = connection.recv()
         except (EOFError, ConnectionError):
             with suppress(subprocess.TimeoutExpired):

@@ -83,9 +83,10 @@ def test_overlong_buffer_of_dapo_is_a_share_of_the_limit() -> None:
     assert published("dapo", 20480, overlong_buffer_tokens=0).overlong_buffer_tokens == 0
     assert published("grpo", 20480).overlong_buffer_tokens == 0
     assert with_defaults({"algorithm": {"name": "dapo"}})["algorithm"]["overlong_buffer_tokens"] == 102  # of 512
-    assert "overlong_buffer_tokens" not in with_defaults(
-        {"rollout": {"max_response_tokens": "long"}, "algorithm": {"name": "dapo"}}
-    )["algorithm"], "a value of the wrong type is for the configuration to refuse"
+    assert (
+        "overlong_buffer_tokens"
+        not in with_defaults({"rollout": {"max_response_tokens": "long"}, "algorithm": {"name": "dapo"}})["algorithm"]
+    ), "a value of the wrong type is for the configuration to refuse"
 
 
 # ---- advantages -----------------------------------------------------------------------------------------------------
@@ -172,9 +173,7 @@ def test_kl_in_the_reward_by_hand(estimator: str, kl: float) -> None:
     prepared, metrics = prepare(step(), config, 0.5)
     mask = prepared["response_mask"]
     remaining = [length - i for length in LENGTHS for i in range(length)]
-    close(
-        prepared["advantages"][mask], [a - 0.5 * kl * r for a, r in zip(on_tokens(*SCORES), remaining, strict=True)]
-    )
+    close(prepared["advantages"][mask], [a - 0.5 * kl * r for a, r in zip(on_tokens(*SCORES), remaining, strict=True)])
     assert metrics["kl"] == pytest.approx(kl)
 
 

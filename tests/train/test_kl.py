@@ -80,7 +80,9 @@ def check_where_it_goes(run: str, batch: Batch, metrics: dict[str, float], kl: f
     if run == "reward" or (run == "critic-warm-up" and "actor/loss" not in metrics):
         assert "actor/loss/kl" not in metrics
     else:
-        weight = metrics["actor/loss/kl"] / metrics["actor/kl_loss"]  # aggregation weighs tokens otherwise than the mean
+        weight = (
+            metrics["actor/loss/kl"] / metrics["actor/kl_loss"]
+        )  # aggregation weighs tokens otherwise than the mean
         assert metrics["actor/kl_loss"] == pytest.approx(kl, rel=2e-2, abs=2e-5)
         assert weight == pytest.approx(coef, rel=0.5)
         assert abs(metrics["actor/loss/policy"] + metrics["actor/loss/kl"] - metrics["actor/loss"]) < 1e-6

@@ -92,7 +92,10 @@ def test_stale_weights_are_counted_and_refused() -> None:
 def test_oversampling_draws_as_many_more() -> None:
     """ceil(5 x 1.5) prompts for 5, in one round."""
     (result,) = run_ranks(
-        1, run_scored, quickstart(**{**DAPO, "data__prompts_per_step": 5}, data__oversample=1.5, algorithm__refill_rounds=0), 1
+        1,
+        run_scored,
+        quickstart(**{**DAPO, "data__prompts_per_step": 5}, data__oversample=1.5, algorithm__refill_rounds=0),
+        1,
     )
     (metrics,), (batch,) = result["metrics"], result["batches"]
     assert (metrics["sampling/prompts_drawn"], metrics["sampling/rounds"]) == (8, 1)
@@ -118,7 +121,9 @@ def test_a_reward_that_hangs(on_error: str, tmp_path: Path, monkeypatch: pytest.
         reward__timeout_s=0.5, reward__on_error=on_error, reward__error_score=-7,
     )  # fmt: skip
     if on_error == "fail":
-        with pytest.raises(RankFailed, match="prompt_id 0, sample_id 0.*TimeoutError: it took longer than reward.timeout_s"):
+        with pytest.raises(
+            RankFailed, match="prompt_id 0, sample_id 0.*TimeoutError: it took longer than reward.timeout_s"
+        ):
             run_ranks(2, run_scored, config, 1)
         return
     for result in run_ranks(2, run_scored, config, 1):
