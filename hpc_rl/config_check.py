@@ -149,6 +149,12 @@ def _check_fault(config: Config) -> None:
                 f"fault.phase_timeout_s = {config.fault.phase_timeout_s}: {name} must have seconds >= 0: set it to 0 for "
                 "no limit"
             )
+    limit, of_reward = config.fault.phase_timeout_s.get("reward", config.fault.timeout_s), config.reward.timeout_s
+    if of_reward is not None and 0 < limit <= of_reward:
+        raise UserError(
+            f"reward.timeout_s = {of_reward} is not below {limit}, the seconds after which the watchdog ends the run "
+            f"(fault.timeout_s, fault.phase_timeout_s.reward): set fault.phase_timeout_s.reward={2 * of_reward:g}"
+        )
 
 
 def _check_model_sizes(config: Config, hf: Mapping[str, Any]) -> None:

@@ -32,6 +32,8 @@ def config_of(tmp_path: Path, *overrides: str) -> Any:
         (1, ["data.max_prompt_tokens=4000", "rollout.max_response_tokens=96"]),
         (1, ["actor.decay=linear", "actor.min_lr=1e-6", "actor.warmup_steps=3", "actor.decay_steps=4"]),
         (1, ["critic.min_lr=1"]),  # constant: no decay to it
+        (1, ["reward.timeout_s=9", "fault.phase_timeout_s.reward=10"]),
+        (1, ["reward.timeout_s=5000", "fault.phase_timeout_s.reward=0"]),
     ],
 )
 def test_what_fits(tmp_path: Path, world_size: int, overrides: list[str]) -> None:
@@ -49,6 +51,14 @@ def test_what_fits(tmp_path: Path, world_size: int, overrides: list[str]) -> Non
             "run 4 or 8 ranks",
         ),
         (2, ["parallel.pp=4"], "1*4*1 = 4", "but that is 2", "run 4 ranks"),
+        (1, ["reward.timeout_s=1200"], "reward.timeout_s = 1200", "is not below 1200", "phase_timeout_s.reward=2400"),
+        (
+            1,
+            ["reward.timeout_s=9", "fault.phase_timeout_s.reward=8"],
+            "timeout_s = 9",
+            "is not below 8",
+            "reward=18",
+        ),
         (4, ["rollout.tp=3"], "rollout.tp = 3", "must divide the number of ranks, but that is 4", "1, 2 or 4"),
         (3, ["parallel.tp=3"], "parallel.tp = 3", "must divide the model's num_attention_heads = 8", "1, 2, 4 or 8"),
         (3, ["rollout.tp=3"], "rollout.tp = 3", "num_attention_heads = 8", "set rollout.tp to 1, 2, 4 or 8"),
