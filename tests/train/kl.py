@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -55,8 +56,14 @@ def run_scored(config: Config, steps: int) -> dict[str, Any]:
 
     trainer._score = keep  # type: ignore[method-assign]
     metrics = [trainer.step(i + 1) for i in range(steps)]
+    judging = num_reward_processes()
     trainer.close()
-    return {"batches": batches, "metrics": metrics}
+    return {"batches": batches, "metrics": metrics, "reward_processes": (judging, num_reward_processes())}
+
+
+def num_reward_processes() -> int:
+    """Children of this process that run a reward function."""
+    return sum("hpc_rl.reward.worker" in " ".join(child.cmdline()) for child in psutil.Process().children())
 
 
 def held_out(config: Config) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:

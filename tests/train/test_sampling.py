@@ -127,6 +127,7 @@ def test_a_reward_that_hangs(on_error: str, tmp_path: Path, monkeypatch: pytest.
             run_ranks(2, run_scored, config, 1)
         return
     for result in run_ranks(2, run_scored, config, 1):
+        assert result["reward_processes"] == (1, 0), "one of each sampling rank, which ends with the job"
         (metrics,), (batch,) = result["metrics"], result["batches"]
         assert metrics["reward_errors"] == 2
         assert ((batch["scores"] == -7) == (batch["prompt_ids"] == 0)).all()
