@@ -26,12 +26,13 @@ def config_of(name: str, run_dir: Path, **overrides: Any) -> Config:
     """The shipped configuration, smaller, with every coefficient of the loss at work."""
     role = "critic" if name == "reward_model" else "actor"
     values = {
-        "algorithm.name": name, "run.dir": run_dir, "data.prompts_per_step": 6, "algorithm.beta": BETA,
+        "algorithm.name": name, "run.dir": run_dir, "data.prompts_per_step": 6,
         f"{role}.lr": LR, f"{role}.warmup_steps": 0, f"{role}.decay": "constant", "launch.device": "cpu",
         "eval.num_prompts": 16, **{k.replace("__", "."): v for k, v in overrides.items()},
     }  # fmt: skip
     values |= {
-        "dpo": {"algorithm.label_smoothing": SMOOTHING},
+        "dpo": {"algorithm.beta": BETA, "algorithm.label_smoothing": SMOOTHING},
+        "ipo": {"algorithm.beta": BETA},
         "reward_model": {"algorithm.reward_center": CENTER},
     }.get(name, {})
     return load_config(CONFIGS / NAMES[name], [f"{k}={v}" for k, v in values.items()])
