@@ -136,8 +136,8 @@ def test_long_responses_are_dropped_or_cut_and_counted(tmp_path: Path) -> None:
         ("sft", {"rollout__temperature": 0.7}, "rollout.temperature = 0.7 would change the log-probs"),
         ("sft", {"model__reference_path": MODEL}, "reference_path = .*, but algorithm.name = sft has no reference"),
         ("dpo", {"model__critic_path": MODEL}, "critic_path = .*, but algorithm.name = dpo has no critic"),
-        ("ipo", {"algorithm__label_smoothing": 0.1}, "label_smoothing = 0.1 belongs to algorithm.name = dpo"),
-        ("sft", {"algorithm__reward_center": 0.1}, "reward_center = 0.1 belongs to algorithm.name = reward_model"),
+        ("ipo", {"algorithm__label_smoothing": 0.1}, "label_smoothing = 0.1 would be ignored, for algorithm.name = ipo"),
+        ("sft", {"algorithm__reward_center": 0.1}, "reward_center = 0.1 would be ignored, for algorithm.name = sft"),
         ("sft", {"data__eval_prompts": "null"}, "eval.every = 20 needs held-out prompts"),
     ],
 )
