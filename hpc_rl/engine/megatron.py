@@ -193,6 +193,7 @@ class MegatronEngine:
                 if getattr(p, "main_grad", None) is not None and not bool(torch.isfinite(p.main_grad).all())
             ][:4]
         where = [f"rank {r}: {text}" for r, texts in enumerate(gather_objects(found)) for text in texts[:4]]
+        where.sort(key=lambda text: ": loss of prompts" not in text)  # the cause before what it did to the gradients
         where = where if len(where) <= 4 else [*where[:4], f"and {len(where) - 4} more"]
         raise NotFiniteError(
             f"{self.role}: loss is {loss}, gradient norm is {norm}, both must be finite; the weights were not changed. "

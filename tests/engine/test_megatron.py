@@ -62,8 +62,11 @@ def test_actor_agrees_with_hf(reference: Truth, layout: str) -> None:
         close(got["losses"], reference.losses, 3e-6, name="losses")
         close(got["grad_norms"], reference.grad_norms, 1e-5, 1e-5, name="grad_norms")
         for name, value in got["final"].items():
-            # Adam turns the rounding of a zero gradient into up to lr a step: a key bias has no true gradient.
-            close(value, reference.final[name], 3e-3 if name.endswith("k_proj.bias") else 3e-5, name=name)
+            # Adam turns the rounding of a zero gradient into up to lr a step: a key bias has no true gradient. Elsewhere
+            # single elements whose gradient nearly vanishes may differ by a few percent of lr, all others by rounding.
+            close(value, reference.final[name], 3e-3 if name.endswith("k_proj.bias") else 5e-5, name=name)
+            if not name.endswith("k_proj.bias"):
+                assert (value - reference.final[name]).abs().quantile(0.999) < 1e-5, name
 
 
 @pytest.mark.parametrize("budget", [21, 1000])
