@@ -72,7 +72,7 @@ class RolloutConfig:
     tp: int | None = Field(None, ge=1, description="tensor-parallel size of generation; null: parallel.tp")
     samples_per_prompt: int = Field(1, ge=1, description="responses per prompt (group size)")
     max_response_tokens: int = Field(512, ge=1, description="length limit of a response")
-    temperature: float = Field(1.0, gt=0, description="of sampling; log-probs are of the tempered distribution")
+    temperature: float = Field(1.0, gt=0, le=2, description="of sampling, at most vLLM's 2; log-probs are of the tempered distribution")
     top_p: float = Field(1.0, gt=0, le=1, description="nucleus sampling")
     top_k: int = Field(-1, description="-1: off")
     stop: list[str] = Field(default_factory=list, description="strings that end a response, beside EOS")
@@ -144,7 +144,7 @@ class AlgorithmConfig:
 class EvalConfig:
     every: int = Field(0, ge=0, description="steps between evaluations on data.eval_prompts; 0: none while training")
     samples_per_prompt: int = Field(1, ge=1, description="responses per held-out prompt; pass@k for k = 1, 2, 4, ... up to it")
-    temperature: float = Field(0.0, ge=0, description="of these responses; 0: greedy")
+    temperature: float = Field(0.0, ge=0, le=2, description="of these responses; 0: greedy")
     num_prompts: int | None = Field(None, ge=1, description="the first so many held-out prompts; null: all")
     pass_score: float = Field(1.0, description="a response passes with this score or more")
 
