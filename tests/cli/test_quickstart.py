@@ -119,7 +119,7 @@ def test_a_second_run_sets_the_first_aside(resumed: subprocess.CompletedProcess[
     assert done.stdout.splitlines()[0].startswith("Set aside: the run that was in killed is now in killed/previous-1")
     old = place / "killed/previous-1"
     assert (old / "metrics.jsonl").read_text() == before
-    assert {path.name for path in old.iterdir()} == {*RESULTS, *OTHERS, "config.yaml", "logs"} - {"failure.json"}
+    assert {path.name for path in old.iterdir()} == {*RESULTS, *OTHERS, "config.yaml", "logs"} - {"failure.json", "slices.json"}
     assert (old / "checkpoints/checkpoint_8_complete/manifest.json").is_file()
     assert [values["step"] for values in metrics(place / "killed")] == [1]
     assert [path.name for path in (place / "killed/rollouts").iterdir()] == ["step_000001"]
