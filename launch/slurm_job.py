@@ -74,7 +74,7 @@ class SlurmJob:
     """
 
     def __init__(self, job_id: str, restart: int, command: RankCommand, log_dir: Path, chain_args: Sequence[str]):
-        self.job_id, self.restart = job_id, restart
+        self.job_id, self.restart, self.ranks_per_node = job_id, restart, command.ranks_per_node
         self._command, self._log_dir, self._chain_args = command, log_dir, tuple(chain_args)
         self._deputy: tuple[str, subprocess.Popen[bytes]] | None = None
 
@@ -197,10 +197,7 @@ class SlurmJob:
         _do("scontrol", "write", "batch_script", self.job_id, str(script))
         fields = self.fields()
         argv = chain_argv(fields, num_nodes, set(exclude), self._command.ranks_per_node)
-        env = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
-        env["SLURM_CONF"] = os.environ.get("SLURM_CONF", "")
-        if not env["SLURM_CONF"]:
-            del env["SLURM_CONF"]
+        env = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_") or k == "SLURM_CONF"}
         done = subprocess.run([*argv, str(script), *self._chain_args], env=env, capture_output=True, text=True, check=False)
         if done.returncode:
             raise RunError(f"the next slice could not be submitted: {done.stderr.strip()}")

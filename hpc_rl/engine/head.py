@@ -66,6 +66,7 @@ class _TokenLogProbs(torch.autograd.Function):
             total[part], mean[part] = sums[0], sums[1] / sums[0]
             log_probs[part] = sums[2] - sums[0].log()
             entropy[part] = sums[0].log() - mean[part]
+            del logits, shifted, exp  # before those of the next chunk are made
         ctx.save_for_backward(hidden, weight, targets, top, total, mean)
         ctx.temperature, ctx.first, ctx.vocab_size = temperature, first, vocab_size
         return log_probs, entropy
@@ -89,6 +90,7 @@ class _TokenLogProbs(torch.autograd.Function):
             grad = grad.to(weight.dtype)
             grad_hidden[part] = grad @ weight
             grad_weight += grad.t() @ hidden[part]
+            del logits, shifted, exp, grad
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
 
 

@@ -23,6 +23,7 @@ from hpc_rl.fault.scale import Queue, choose_size, measured_rates
 GRACE_S = 5.0  # from the first sign of a failure until what is left is ended: other ranks write what they saw
 LOOK_EVERY_S = 5.0  # at the nodes' states
 RESEND_S = 5.0  # a signal may come before srun has started the ranks
+LISTEN_S = 120.0  # a signal ends a rank that is being started: it waits until all have said where they are, or so long
 
 
 class TaskError(Protocol):
@@ -54,6 +55,7 @@ class BatchJob(Protocol):
 
     job_id: str
     restart: int
+    ranks_per_node: int
 
     def nodes(self) -> tuple[str, ...]: ...
     def ends_at(self) -> float | None: ...
@@ -134,12 +136,14 @@ class Supervisor:
 
     def _watch(self, step: Step, nodes: tuple[str, ...], number: int) -> None:
         """Until the ranks have ended, by themselves or, after a failure or at the time limit, by us."""
-        self._told_at = 0.0
-        end, next_look = self._last_call(), time.time() + LOOK_EVERY_S
+        self._told_at, began = 0.0, time.time()
+        end, next_look = self._last_call(), began + LOOK_EVERY_S
         failures = report.failures_dir(self.run_dir, number)
+        ranks = len(nodes) * self.job.ranks_per_node
         while step.wait(0.1) is None:
             now = time.time()
-            self._hand_on_signals(step, now)
+            if now >= began + LISTEN_S or len(list(failures.glob("rank_*.stack"))) >= ranks:
+                self._hand_on_signals(step, now)
             if step.errors or (failures.is_dir() and any(failures.glob("*.json"))):
                 end = min(end, now + GRACE_S)
             if now >= next_look:

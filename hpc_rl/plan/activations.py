@@ -123,23 +123,24 @@ def saved_bytes(spec: ModelSpec, cut: Cut, stage: Stage, tokens: int) -> float:
 
 
 def head_forward_bytes(spec: ModelSpec, cut: Cut, tokens: int) -> float:
-    """Alive in the forward pass of the actor's head: ``12 c v``, and the product before it becomes float32."""
-    b, rows = cut.item_bytes, padded_vocab_size(spec.vocab_size, cut.tp) / cut.tp
-    return (12.0 + (b if b < 4 else 0)) * min(CHUNK_TOKENS, tokens) * rows
+    """Alive in the forward pass of the actor's head: ``8 c v``, logits and their exponentials in float32, and 5 results."""
+    return 8.0 * min(CHUNK_TOKENS, tokens) * padded_vocab_size(spec.vocab_size, cut.tp) / cut.tp + 20.0 * tokens
 
 
 def head_bytes(spec: ModelSpec, cut: Cut, tokens: int) -> float:
     """Alive in the backward of the actor's head beside the saved: logits of a chunk, and the output weight's gradient.
 
-    ``max((16 + b) c v + 4 v h, (8 + b) c v + (4 + b) v h)``, c tokens of a chunk, v rows of the vocabulary on a rank.
+    ``(8 + b') c v + 4 v h + b max(v, c) h``, c tokens of a chunk, v rows of the vocabulary on a rank; b' = b below float32,
+    else 0.
     """
     if spec.role == "critic":
         return 2.0 * cut.item_bytes * tokens * spec.hidden_size
     b, rows = cut.item_bytes, padded_vocab_size(spec.vocab_size, cut.tp) / cut.tp
-    chunk = min(CHUNK_TOKENS, tokens) * rows
+    chunk_tokens = min(CHUNK_TOKENS, tokens)
     weight = rows * spec.hidden_size
     states = (2 if cut.sequence_parallel else 1) * b * tokens * spec.hidden_size
-    return max((16 + b) * chunk + 4 * weight, (8 + b) * chunk + (4 + b) * weight) + states
+    product = b * max(rows, chunk_tokens) * spec.hidden_size
+    return (8 + (b if b < 4 else 0)) * chunk_tokens * rows + 4 * weight + product + states
 
 
 def backward_bytes(spec: ModelSpec, cut: Cut, tokens: int) -> float:

@@ -59,7 +59,7 @@ class Cluster:
 
     def wait(self, job: str, timeout_s: float = 400.0) -> str:
         """Waits for the job's end; returns its final state."""
-        going = ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "REQUEUED")
+        going = ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "REQUEUED", "SIGNALING", "STAGE_OUT", "RESIZING")
         wait_until(lambda: self.state(job) not in going, timeout_s)
         return self.state(job)
 

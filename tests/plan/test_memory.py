@@ -141,7 +141,7 @@ def test_phases_add_up() -> None:
     """By hand: a reference, no critic; 4 H100s, tp 2, pp 2."""
     config = config_of(QWEN2_1B, dtype="bfloat16", tokens=4096, prompts=8, length=1024, algorithm="grpo",
                        rollout={"samples_per_prompt": 2, "gpu_memory_utilization": 0.25}, tp=2, pp=2)  # fmt: skip
-    config = replace(config, algorithm=replace(config.algorithm, kl_placement="loss"))
+    config = replace(config, algorithm=replace(config.algorithm, kl_placement="loss", kl_estimator="k3"))
     job = job_of(config, 4, gpu="h100")
     result = memory(job)
     phases = {phase.name: phase for phase in result.phases}
