@@ -5,6 +5,8 @@ The heavy imports happen once, in the parent; each child sets RANK, WORLD_SIZE, 
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import multiprocessing as mp
 import os
 import pickle
@@ -20,10 +22,20 @@ class RankFailed(AssertionError):
     """A rank raised, died or did not end in time; the message holds its traceback."""
 
 
+_ports = itertools.count(int.from_bytes(os.urandom(4), "big"))  # next() is atomic: threads start ranks side by side
+
+
 def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+    """A port that no other call here gets and nothing takes by chance: 9000 to 14999.
+
+    That is below the ephemeral ones (each outgoing connection takes one of those) and below those of Slurm's jobs.
+    """
+    for number in itertools.islice(_ports, 6000):
+        port = 9000 + number % 6000
+        with contextlib.suppress(OSError), socket.socket() as s:
+            s.bind(("", port))
+            return port
+    raise AssertionError("no free port from 9000 to 14999")
 
 
 def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:

@@ -6,7 +6,6 @@ import json
 import os
 import pty
 import re
-import socket
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import torch
 from hpc_rl.config import Config, MetricsConfig, RunConfig
 from hpc_rl.metrics.sinks import Console, JsonlSink, PrometheusSink, Sinks, TensorBoardSink, plain, step_line
 from tests.config.refusal import refused
+from tests.ranks import free_port
 
 METRICS = {"loss": 0.4212, "reward_mean": 0.87, "kl": 0.0031, "tokens_per_second": 1234.5, "step_seconds": 1.5}
 LINE = "Step 2 | Loss: 0.421 | Reward: 0.870 | KL: 0.0031 | Tokens/s: 1234 | Seconds: 1.50"
@@ -155,12 +155,6 @@ def test_prometheus_serves_the_newest_step() -> None:
         PrometheusSink(port)
     sink.close()
     PrometheusSink(port).close()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.mark.parametrize(
