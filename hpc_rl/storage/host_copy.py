@@ -92,7 +92,7 @@ def copy_from_gpu(pairs: list[tuple[Tensor, Tensor]], device: torch.device, read
 
 
 def copy_in_order(pairs: list[tuple[Tensor, Tensor]], done: Callable[[Tensor], None], num_threads: int) -> None:
-    """Copies in threads (without the interpreter lock); ``done(target)`` about every 32 MiB: all up to it is there."""
+    """Copies in threads (without the interpreter lock); ``done(target)`` about every 16 MiB: all up to it is there."""
     groups: list[list[tuple[Tensor, Tensor]]] = [[]]
     for pair in pairs:
         if sum(target.nbytes for target, _ in groups[-1]) >= WRITE_BYTES:

@@ -13,32 +13,21 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import h5py
 import numpy as np
 from h5py import h5d, h5p, h5s
 
-from hpc_rl.storage.files import Files, new_buffer
+from hpc_rl.storage.files import Files
 from hpc_rl.storage.plan import Extent, Region, regions, state_name, with_state
 from hpc_rl.storage.tensor_io import digest, h5_type, itemsize
 
-WRITE_BYTES, NUM_IN_FLIGHT = 8 << 20, 4  # size of a write, and writes at a time
-
-
-@cache
-def spare_blocks() -> SimpleQueue[memoryview]:
-    """This process's blocks for direct writes, in huge pages: shared memory seldom is.
-
-    A disk takes a block of scattered 4 KiB pages as many small requests: half the speed, against a copy in the cache.
-    """
-    blocks: SimpleQueue[memoryview] = SimpleQueue()
-    for _ in range(NUM_IN_FLIGHT):
-        blocks.put(new_buffer(WRITE_BYTES))
-    return blocks
+# Straight from the shared host memory: its 4 KiB pages need more bytes in flight than huge pages do, and less of the
+# processor than a copy into some.
+WRITE_BYTES, NUM_IN_FLIGHT = 16 << 20, 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,8 +226,7 @@ def write_shard(
     member = next(m for m in members if m.rank == rank)
     fd = files.open(path, direct)
     try:
-        write = partial(write_block, files, fd) if direct else partial(files.pwrite, fd)
-        digests = write_data(write, member, frame.offsets, buffer, wait_filled)
+        digests = write_data(partial(files.pwrite, fd), member, frame.offsets, buffer, wait_filled)
         files.fsync(fd)
     finally:
         os.close(fd)
@@ -256,17 +244,6 @@ def write_skeleton(files: Files, path: Path, frame: Skeleton) -> None:
         files.truncate(fd, frame.nbytes)
     finally:
         os.close(fd)
-
-
-def write_block(files: Files, fd: int, data: memoryview, offset: int) -> None:
-    """A block of at most ``WRITE_BYTES``, by way of a spare one."""
-    blocks = spare_blocks()
-    block = blocks.get()
-    try:
-        np.copyto(np.frombuffer(block, np.uint8, data.nbytes), np.frombuffer(data, np.uint8))
-        files.pwrite(fd, block[: data.nbytes], offset)
-    finally:
-        blocks.put(block)
 
 
 def write_data(
