@@ -72,6 +72,8 @@ def engine_arguments(
         "enforce_eager": config.enforce_eager or device == "cpu",
         "disable_log_stats": True,
         "kv_cache_memory_bytes": config.kv_cache_bytes,
+        # After a part of a prompt vLLM turns the request's generator back, which those of a CPU cannot.
+        "enable_chunked_prefill": device != "cpu",
     }
     if config.block_size is not None:
         values["block_size"] = config.block_size

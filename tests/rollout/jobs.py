@@ -118,6 +118,7 @@ def manners(model_dir: str, weights: dict[str, Tensor]) -> dict[str, Any]:
     out["backwards"] = engine.generate(requests(2)[::-1])
     out["alone"] = [engine.generate([request])[0] for request in requests(2)]
     out["other_seed"] = engine.generate([Request(r.prompt, r.group_id, r.sample_id, r.seed + 7) for r in requests(2)])
+    out["crowded"] = engine.generate([*_crowd(), *requests(2)])[-len(requests(2)) :]
     out["refused"] = _refused(engine)
     out["interrupted"] = _interrupted(engine)
     out["after"] = engine.generate(requests(2))
@@ -126,6 +127,13 @@ def manners(model_dir: str, weights: dict[str, Tensor]) -> dict[str, Any]:
     out["after_wake"] = engine.generate(requests(2))
     engine.close()
     return out
+
+
+def _crowd() -> list[Request]:
+    """Prompts of 20,000 tokens in all: more than vLLM takes in one step."""
+    rng = random.Random(1)
+    ids = [tuple(rng.randrange(5, VOCAB_SIZE) for _ in range(80)) for _ in range(250)]
+    return [Request(Prompt(200 + i, x, ""), 10 + i, 0, i) for i, x in enumerate(ids)]
 
 
 def _refused(engine: VLLMEngine) -> dict[str, str]:

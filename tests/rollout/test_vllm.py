@@ -157,6 +157,7 @@ def test_a_seed_gives_the_same_tokens_in_any_company(manners: Any) -> None:
     assert [s.response_ids for s in manners["backwards"]] == ids[::-1]
     assert [s.response_ids for s in manners["after"]] == ids
     assert [s.response_ids for s in manners["after_wake"]] == ids
+    assert [s.response_ids for s in manners["crowded"]] == ids
     other = [s.response_ids for s in manners["other_seed"]]
     assert all(a != b for a, b in zip(ids, other, strict=True))
     assert len(set(ids)) == len(ids)
