@@ -17,7 +17,9 @@ from hpc_rl.engine.megatron_model import DTYPES
 from hpc_rl.engine.sharded_adamw import ShardedAdamW
 from hpc_rl.parallel.state import ParallelState
 from hpc_rl.tensors.canonical import ModelSpec
-from hpc_rl.tensors.shardmap import ShardMap, TensorSpec, row_piece
+from hpc_rl.tensors.coverage import check_local_coverage
+from hpc_rl.tensors.cut_map import row_shard_map
+from hpc_rl.tensors.shardmap import ShardMap
 
 
 class FSDP2Engine(DataParallelEngine):
@@ -37,7 +39,8 @@ class FSDP2Engine(DataParallelEngine):
         self._params = dict(self.module.named_parameters())
         mains = {n: local_rows(p) for n, p in self._params.items()}
         self._local = {n: m.to(dtype) for n, m in mains.items()}  # the same tensors where the dtype is the same
-        self._map = self._row_map(config.model.dtype)
+        self._map = row_shard_map(self.spec, state.rank, state.layout.world_size, config.model.dtype)
+        check_local_coverage(self._map, {n: t.numel() for n, t in self._local.items()})
         self.optimizer = None
         if optimizer is not None:
             casts = self._local if dtype != torch.float32 else {}
@@ -63,20 +66,6 @@ class FSDP2Engine(DataParallelEngine):
             for p in module.parameters():
                 local_rows(p).zero_()
         return module
-
-    def _row_map(self, dtype: str) -> ShardMap:
-        """Rank r holds rows [r c, (r + 1) c) of each tensor, c = ceil(rows / ranks): fully_shard's cut."""
-        pieces = []
-        for name, p in self._params.items():
-            rows, local = p.shape[0], self._local[name]
-            each = -(-rows // self.parallel.layout.world_size)
-            low = min(rows, each * self.parallel.rank)
-            assert local.shape[0] == min(rows, low + each) - low, f"{name}: not cut as torch.chunk cuts"
-            if local.numel():
-                pieces.append(row_piece(name, tuple(p.shape), low, low + local.shape[0], name))
-        shapes = self.spec.tensors()
-        assert shapes == {n: tuple(p.shape) for n, p in self._params.items()}, "parameters are the canonical tensors"
-        return ShardMap({n: TensorSpec(shape, dtype) for n, shape in shapes.items()}, tuple(pieces))
 
     def shard_map(self) -> tuple[ShardMap, dict[str, Tensor]]:
         """This rank's rows of every parameter, in the model's dtype."""

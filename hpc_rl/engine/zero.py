@@ -17,7 +17,8 @@ from hpc_rl.engine.optimizer_state import Shard
 from hpc_rl.engine.schedule import learning_rate_schedule
 from hpc_rl.parallel.state import ParallelState
 from hpc_rl.tensors.canonical import ModelSpec
-from hpc_rl.tensors.shardmap import ShardMap, TensorSpec, whole_piece
+from hpc_rl.tensors.cut_map import whole_shard_map
+from hpc_rl.tensors.shardmap import ShardMap
 
 
 class ZeroAdamW:
@@ -143,8 +144,7 @@ class ZeroEngine(DataParallelEngine):
         with torch.no_grad():
             for p in module.parameters():
                 p.zero_()
-        specs = {n: TensorSpec(shape, config.model.dtype) for n, shape in self.spec.tensors().items()}
-        self._map = ShardMap(specs, tuple(whole_piece(n, s.shape, n) for n, s in specs.items()))
+        self._map = whole_shard_map(self.spec, config.model.dtype)
         self.module = module
         self.optimizer = None
         if optimizer is not None:
