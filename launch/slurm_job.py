@@ -54,12 +54,13 @@ REQUEUE = 'trap "" TERM; scontrol requeue "$0" || exit 3; for try in 1 2 3; do s
 
 @dataclass(frozen=True, slots=True)
 class RankCommand:
-    """What each rank runs, and how many of them a node has."""
+    """What each rank runs, and how many of them a node has. ``gpus_per_node``: 0 where Slurm counts none."""
 
     argv: tuple[str, ...]
     ranks_per_node: int
     cpus_per_rank: int
     env: Mapping[str, str]
+    gpus_per_node: int = 0
 
 
 class SlurmJob:
@@ -209,13 +210,15 @@ class SlurmJob:
 
 def ranks_argv(command: RankCommand, nodes: Sequence[str]) -> tuple[str, ...]:
     """The srun of one attempt. ``--overlap``: a step that a lost node keeps in the books must not block the next one."""
-    sizes = {
+    sizes: dict[str, int | str] = {
         "nodes": len(nodes),
         "ntasks": len(nodes) * command.ranks_per_node,
         "ntasks-per-node": command.ranks_per_node,
         "cpus-per-task": command.cpus_per_rank,
         "nodelist": ",".join(nodes),
     }
+    if command.gpus_per_node:  # those that came with --exclusive, unasked, a step must ask for
+        sizes["gpus-per-node"] = command.gpus_per_node
     common = ("--overlap", "--kill-on-bad-exit=1", "--distribution=block", "--mpi=none", "--export=ALL", "--no-kill")
     options = (f"--{name}={value}" for name, value in sizes.items())
     return ("srun", *options, *common, sys.executable, "-S", "-c", HOLD_USR1, *command.argv)
