@@ -125,20 +125,26 @@ def check_local_ranks(nproc: int) -> None:
         )
 
 
-def train_here(config: Config, reporter: Reporter) -> int:
-    """Trains on this rank; returns the exit code. A failure is recorded before anything is torn down."""
-    if config.launch.device == "cpu":  # a GPU that must not be used must not be seen: Megatron would take it
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    info = detect()
+def watched(config: Config, reporter: Reporter) -> Watchdog:
+    """The watchdog of this rank, at its post."""
     watchdog = Watchdog(
         reporter.run_dir,
         reporter.rank,
         reporter.node,
         partial(limit_of, config.fault),
-        announce=info.launcher != "local",
+        announce=detect().launcher != "local",
         is_alone=reporter.is_alone,
     )
     watchdog.start()
+    return watchdog
+
+
+def train_here(config: Config, reporter: Reporter) -> int:
+    """Trains on this rank; returns the exit code. A failure is recorded before anything is torn down."""
+    if config.launch.device == "cpu":  # a GPU that must not be used must not be seen: Megatron would take it
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    info = detect()
+    watchdog = watched(config, reporter)
     trainer: Trainer | None = None
     try:
         with reporting(reporter):
@@ -252,10 +258,13 @@ def run_eval(path: Path, overrides: Sequence[str], *, as_json: bool) -> dict[str
         if config.launch.nproc > 1:
             arguments = ["eval", str(path), *overrides, *(["--json"] if as_json else [])]
             return start_ranks(config, arguments, log_dir, log_dir)
-    with reporting(make_reporter(info, log_dir, log_dir)), phase("eval"):
+    reporter = make_reporter(info, log_dir, log_dir)
+    watchdog = watched(config, reporter)
+    with reporting(reporter):
         from hpc_rl.evaluate import evaluate_model
 
         report = evaluate_model(config)
+    watchdog.stop()
     finish(info)
     return report if info.rank == 0 else 0
 

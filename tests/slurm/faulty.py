@@ -46,7 +46,6 @@ def fail(how: str, attempt: str) -> None:
     if how == "memory":
         resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
         bytearray(1 << 34)
-    time.sleep(1.5)  # by then the watchdog has noted the phase
     if how == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "stop":
