@@ -21,8 +21,8 @@ from hpc_rl.fault.failure import EXIT_HANG, Failure, Kind
 from hpc_rl.fault.stacks import watchers_last
 
 __all__ = [
-    "ATTEMPT_VARIABLE", "EXIT_HANG", "PLACE_CHARS", "Failure", "Kind", "attempt_number", "begin_attempt", "describe", "failures_dir",
-    "final_report", "first_cause", "last_place", "place_line", "read_failures", "record", "stack_path",
+    "ATTEMPT_VARIABLE", "EXIT_HANG", "PLACE_CHARS", "Failure", "Kind", "attempt_number", "begin_attempt", "describe",
+    "failures_dir", "final_report", "first_cause", "last_place", "place_line", "read_failures", "record", "stack_path",
 ]  # fmt: skip
 
 ATTEMPT_VARIABLE = "HPC_RL_ATTEMPT"
@@ -100,7 +100,8 @@ def place_line(rank: int, node: str, phase: str, step: int) -> str:
 def last_place(run_dir: str | Path, rank: int, attempt: int | None = None) -> tuple[str, str, int]:
     """(node, phase, step) that a rank has noted last: of one that died without a word.
 
-    It notes each as it begins. What a node that is lost has noted may not have reached a file system of others. An unknown node is empty; an unknown phase is ``start`` of step 0.
+    It notes each as it begins. What a node that is lost has noted may not have reached a file system of others. An
+    unknown node is empty; an unknown phase is ``start`` of step 0.
     """
     with contextlib.suppress(OSError), open(stack_path(run_dir, rank, attempt)) as file:
         if match := _PLACE.match(file.readline()):

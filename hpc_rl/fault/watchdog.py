@@ -73,6 +73,7 @@ class Watchdog:
         path = stack_path(self._run_dir, self._rank)
         with contextlib.suppress(OSError):  # a disk that refuses: then without a stack from C
             path.parent.mkdir(parents=True, exist_ok=True)
+            path.with_suffix(".json").unlink(missing_ok=True)  # of an earlier run under the same number
             self._file = open(path, "w")  # noqa: SIM115  # faulthandler writes to it at the very end
             self._file.write(place_line(self._rank, self._node, *phase.current()) + "\n")
             self._file.flush()
