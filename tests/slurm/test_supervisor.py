@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.cluster import Cluster, wait_until
-from tests.slurm.jobs import TinyJob, rollouts, same_run, submit
+from tests.launch.cluster import ROOT, Cluster, wait_until
+from tests.slurm.jobs import DOCUMENTED, TinyJob, rollouts, same_run, submit
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 EACH_STEP = {"checkpoint__every": 1, "algorithm__critic_warmup_steps": 0}  # is saved, and trains the actor
@@ -59,6 +59,27 @@ def test_chained_slices_are_the_same_run(cluster: Cluster, tmp_path: Path, long_
     assert cluster.wait(following) == "COMPLETED", job.log
     assert [(s["job"], s["began_at"]) for s in job.slices()] == [(job.id, 0), (following, 1)]
     assert same_run(job.run, long_run.run)
+
+
+def test_a_requeue_takes_the_nodes_that_are_idle(cluster: Cluster, tmp_path: Path) -> None:
+    """job.scale=auto: the second slice has two nodes, and loads what one has saved."""
+    job = submit(cluster, tmp_path, 1, job__scale="auto", job__max_nodes=2)
+    wait_until(lambda: "Supervisor: attempt 0" in job.log)
+    cluster.run("scancel", "--batch", "--signal=USR1", job.id)
+    assert job.wait() == "COMPLETED", job.log
+    assert "job.scale = auto: 2 nodes next (" in job.log
+    assert [(s["restart"], s["began_at"]) for s in job.slices()] == [(0, 0), (1, 1)]
+    assert [len(attempt["nodes"]) for attempt in job.attempts()] == [1, 2]
+    assert "2 ranks: tp 1, pp 1, dp 2" in job.log
+    assert job.steps() == [1, 2]
+
+
+def test_its_checkpoint_is_scored_by_the_script_for_it(cluster: Cluster, tmp_path: Path, long_run: TinyJob) -> None:
+    env = {"VENV": str(long_run.dir / "venv"), "RUN": str(long_run.run), "CONFIG": "configs/ppo_70b.yaml"}
+    line = ("--nodes=2", "-o", tmp_path / "log", "slurm/eval.sh", DOCUMENTED[0], "eval.num_prompts=16")
+    job = cluster.sbatch(*line, cwd=ROOT, **env)
+    assert cluster.wait(job) == "COMPLETED", (tmp_path / "log").read_text()
+    assert "checkpoint_2_complete" in (tmp_path / "log").read_text().replace("\n", "")
 
 
 def test_two_slices_without_progress_end_the_chain(cluster: Cluster, tmp_path: Path) -> None:
@@ -117,6 +138,7 @@ def test_hanging_rank_rank_out_of_memory_killed_rank(cluster: Cluster, tmp_path:
     assert f"rank 0 on {first} was killed in reward of step 1" in attempts[0]["cause"]
     assert f"rank 1 on {second} ran out of memory in reward of step 2" in attempts[1]["cause"]
     assert f"rank 1 on {second} hung in actor of step 2" in attempts[2]["cause"]
+    assert "the process is stopped (SIGSTOP or a debugger)" in attempts[2]["cause"]
     assert job.steps() == [1, 2]
 
 
