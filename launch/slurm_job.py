@@ -205,7 +205,8 @@ class SlurmJob:
         return done.stdout.strip().split(";")[0]
 
     def _size(self, num_nodes: int) -> str:
-        return f"NumNodes={num_nodes} NumTasks={num_nodes * self._command.ranks_per_node}"
+        # Both ends: a job that was submitted with --nodes=1 has at most one, and an update of the least alone is refused.
+        return f"NumNodes={num_nodes}-{num_nodes} NumTasks={num_nodes * self._command.ranks_per_node}"
 
 
 def ranks_argv(command: RankCommand, nodes: Sequence[str]) -> tuple[str, ...]:

@@ -151,6 +151,8 @@ class Supervisor:
                 if self.job.down(nodes):
                     end = min(end, now + GRACE_S)
             if now >= end:
+                if now >= self._last_call():  # no failure of theirs, even if they have not begun
+                    self.received = self.received or signal.SIGUSR1
                 step.kill()
 
     def _hand_on_signals(self, step: Step, now: float) -> None:
