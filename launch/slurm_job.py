@@ -37,16 +37,18 @@ done
 [ -n "$(of_attempt)" ] || echo "clear $SLURMD_NODENAME"
 """
 # On another node than the batch script's, which would be lost with its node: Slurm keeps a job without its script. $0: the
-# job, $1: the script's node, $2: sizes that the job may have, as NODES:TASKS, largest first, $3: its partition, $4: a
-# file for what it says.
+# job, $1: the script's node, $2: its possible sizes, NODES:TASKS, largest first, $3: its partition, $4: a log, $5: nodes that
+# it was submitted with. A requeue waits for what still runs (KillWait), so that is killed, and an update made only if needed.
 DEPUTY = """
 exec > "$4" 2>&1
-until scontrol -o show node "$1" | grep -q State=DOWN; do sleep 5; done  # before that, the job would keep its GPUs
+until scontrol -o show node "$1" | grep -q State=DOWN; do sleep 2; done  # before that, the job would keep its GPUs
 there=$(sinfo -h -r -p "$3" -N -t idle,alloc,mix,comp -o %N | sort -u | grep -vcx "$1")
 for size in $2; do [ "${size%:*}" -gt "$there" ] || break; done
 echo "$1, where the batch script ran, is lost: requeue on ${size%:*} nodes"
 trap "" TERM
-scontrol requeue "$0" && scontrol update JobId="$0" ExcNodeList="$1" NumNodes="${size%:*}" NumTasks="${size#*:}"
+for step in $(squeue -h -s -j "$0" -o %i); do [ "$step" = "$0.$SLURM_STEP_ID" ] || scancel --signal=KILL "$step" & done
+sleep 1
+scontrol requeue "$0" && [ "$there" -lt "$5" ] && scontrol update JobId="$0" ExcNodeList="$1" NumNodes="${size%:*}" NumTasks="${size#*:}"
 """
 # A running job's size may not be changed, that of one in the queue may; and a requeue ends what the script has started.
 REQUEUE = 'trap "" TERM; scontrol requeue "$0" || exit 3; for try in 1 2 3; do scontrol update JobId="$0" "$@" && exit; done'
@@ -168,7 +170,8 @@ class SlurmJob:
         self.dismiss()
         if others:
             tasks = " ".join(f"{n}:{n * self._command.ranks_per_node}" for n in sorted(sizes, reverse=True))
-            script = [DEPUTY, self.job_id, here, tasks, fields["Partition"], str(self._log_dir / "deputy.log")]
+            submitted = os.environ.get("SLURM_JOB_NUM_NODES", str(len(nodes)))
+            script = [DEPUTY, self.job_id, here, tasks, fields["Partition"], str(self._log_dir / "deputy.log"), submitted]
             argv = [*_one_task(others[-1]), "bash", "-c", *script]
             quiet: dict[str, Any] = dict.fromkeys(("stdin", "stdout"), subprocess.DEVNULL)
             self._deputy = others[-1], subprocess.Popen(argv, env=_without_sizes(), **quiet)
