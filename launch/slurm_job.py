@@ -46,9 +46,9 @@ there=$(sinfo -h -r -p "$3" -N -t idle,alloc,mix,comp -o %N | sort -u | grep -vc
 for size in $2; do [ "${size%:*}" -gt "$there" ] || break; done
 echo "$1, where the batch script ran, is lost: requeue on ${size%:*} nodes"
 trap "" TERM
-for step in $(squeue -h -s -j "$0" -o %i); do [ "$step" = "$0.$SLURM_STEP_ID" ] || scancel --signal=KILL "$step" & done
-sleep 1
-scontrol requeue "$0" && [ "$there" -lt "$5" ] && scontrol update JobId="$0" ExcNodeList="$1" NumNodes="${size%:*}" NumTasks="${size#*:}"
+for step in $(squeue -h -s -j "$0" -o %i); do [ "$step" = "$0.$SLURM_STEP_ID" ] || scancel --signal=KILL "$step" & done; sleep 1
+scontrol requeue "$0" && [ "$there" -lt "$5" ] &&
+    scontrol update JobId="$0" ExcNodeList="$1" NumNodes="${size%:*}" NumTasks="${size#*:}"
 """
 # A running job's size may not be changed, that of one in the queue may; and a requeue ends what the script has started.
 REQUEUE = 'trap "" TERM; scontrol requeue "$0" || exit 3; for try in 1 2 3; do scontrol update JobId="$0" "$@" && exit; done'
