@@ -16,7 +16,7 @@ from typing import Any
 from hpc_rl.errors import RunError
 from hpc_rl.fault.report import ATTEMPT_VARIABLE
 from hpc_rl.fault.scale import Queue
-from launch.env import START_VARIABLE
+from launch.env import START_VARIABLE, allocation
 from launch.hostlist import expand_hosts
 from launch.srun_step import SrunStep
 
@@ -170,7 +170,7 @@ class SlurmJob:
         self.dismiss()
         if others:
             tasks = " ".join(f"{n}:{n * self._command.ranks_per_node}" for n in sorted(sizes, reverse=True))
-            submitted = os.environ.get("SLURM_JOB_NUM_NODES", str(len(nodes)))
+            submitted = str(job.num_nodes if (job := allocation()) else len(nodes))
             script = [DEPUTY, self.job_id, here, tasks, fields["Partition"], str(self._log_dir / "deputy.log"), submitted]
             argv = [*_one_task(others[-1]), "bash", "-c", *script]
             quiet: dict[str, Any] = dict.fromkeys(("stdin", "stdout"), subprocess.DEVNULL)
