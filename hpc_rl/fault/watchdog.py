@@ -65,6 +65,7 @@ class Watchdog:
         self._has_told = False
         self._file: IO[str] | None = None
         self._witness: Witness | None = None
+        self._armed_for = -1.0  # seconds: what the witness was told last
         self._old = self._reports()  # of an earlier run under the same number
 
     def start(self) -> None:
@@ -159,11 +160,13 @@ class Watchdog:
         if self._file is not None and not self._has_told:
             with contextlib.suppress(OSError, ValueError):
                 os.pwrite(self._file.fileno(), place_line(self._rank, self._node, name, step).encode(), 0)
-        if self._witness is not None:
-            self._witness.alive(self._limit_s(name))
+        if self._witness is not None and (limit := self._limit_s(name)) != self._armed_for:
+            self._armed_for = limit
+            self._witness.alive(limit)  # else the sign of life each second is enough
 
     def _arm(self, limit: float) -> None:
         """Puts off what ends this rank if this thread does not come back to do so: C code may hold the interpreter lock."""
+        self._armed_for = limit
         has_witness = self._witness is not None and self._witness.alive(limit)
         if self._file is not None and limit > 0 and not has_witness and not self._has_told:
             faulthandler.dump_traceback_later(limit * LAST, exit=True, file=self._file)
