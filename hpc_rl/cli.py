@@ -153,7 +153,7 @@ def plan_command(
         quiet()
         from hpc_rl.plan.verify import verify_meta
 
-        shown["verified against Megatron-core" if not as_json else "verified"] = verify_meta(job)
+        shown["verified against the engine" if not as_json else "verified"] = verify_meta(job)
     _print(shown, as_json)
     raise typer.Exit(0 if report["fits"] else 3)
 

@@ -32,6 +32,10 @@ class Choice:
     def engine(self) -> str:
         """What spreads the model, in words."""
         p = self.config.parallel
+        if p.engine == "fsdp2":
+            return f"FSDP2 over {self.dp} GPUs: weights, gradients and optimizer states sharded"
+        if p.engine != "megatron":
+            return f"DeepSpeed ZeRO-{p.engine[-1]} over {self.dp} GPUs"
         if p.tp * p.pp * p.cp * p.ep == 1:
             return "data parallel, optimizer states sharded (ZeRO-1)" if self.dp > 1 else "one GPU"
         return f"Megatron TP{p.tp} PP{p.pp} DP{self.dp}" + (", optimizer states sharded over DP" if self.dp > 1 else "")
@@ -47,7 +51,8 @@ class Choice:
 def choices(config: Config, gpu: Gpu, nodes: int, gpus_per_node: int) -> list[Choice]:
     """All layouts that fit, best first: by estimated seconds of a step; of those as good as the fastest, the least cut.
 
-    tp, pp, recompute, offload and, unless the config sets it, rollout.tp are tried; cp and ep stay as given.
+    tp, pp, recompute, offload and, unless the config sets it, rollout.tp are tried; cp and ep stay as given. So does an
+    engine other than Megatron; with Megatron, FSDP2 is tried too.
 
     Raises:
         UserError: nothing fits, with the reason of the nearest miss; or a config that no layout can make right.
@@ -85,11 +90,12 @@ def chosen(config: Config, gpu: Gpu, nodes: int, gpus_per_node: int) -> Config:
     return choices(config, gpu, nodes, gpus_per_node)[0].config if config.parallel.auto else config
 
 
-def _rank(choice: Choice, fastest: float) -> tuple[float, int, int, int, int, float]:
+def _rank(choice: Choice, fastest: float) -> tuple[float, float, int, int, int, float]:
     p = choice.config.parallel
+    cut = p.tp * p.pp + (0.5 if p.engine == "fsdp2" else 0.0)  # as cut as can be, but without TP in every layer
     slow = (p.recompute == "full") + p.offload
     step_s = max(choice.step_s or 0.0, SAME * fastest)
-    return (step_s, p.tp * p.pp, p.pp, choice.config.rollout.tp or 1, slow, choice.peak_gb)
+    return (step_s, cut, p.pp, choice.config.rollout.tp or 1, slow, choice.peak_gb)
 
 
 def _candidates(config: Config, nodes: int, gpus_per_node: int) -> Iterator[Change]:
@@ -98,11 +104,18 @@ def _candidates(config: Config, nodes: int, gpus_per_node: int) -> Iterator[Chan
     grids = [
         (tp, pp) for tp in SIZES for pp in SIZES if gpus_per_node % tp == 0 and world % (tp * pp * config.parallel.cp) == 0
     ]
-    for tp, pp in sorted(grids, key=lambda g: (g[0] * g[1], g[1])):
+    given = config.parallel.engine
+    order = [(given, tp, pp) for tp, pp in sorted(grids, key=lambda g: (g[0] * g[1], g[1]))]
+    if given != "megatron":
+        order = [(given, 1, 1)]
+    elif world > 1 and config.parallel.cp * config.parallel.ep == 1:
+        order.insert(1, ("fsdp2", 1, 1))
+    for engine, tp, pp in order:
         for generation_tp in [config.rollout.tp] if config.rollout.tp else [n for n in SIZES if gpus_per_node % n == 0]:
             for offload in ("false", "true"):
                 for recompute in ("none", "full"):
                     yield (
+                        *([f"parallel.engine={engine}"] if engine != given else []),
                         f"parallel.tp={tp}", f"parallel.pp={pp}", f"rollout.tp={generation_tp}",
                         f"parallel.offload={offload}", f"parallel.recompute={recompute}",
                     )  # fmt: skip

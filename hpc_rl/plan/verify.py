@@ -32,7 +32,7 @@ def chosen_ranks(layout: Layout) -> list[int]:
 
 
 def verify_meta(job: PlannedJob, ranks: Sequence[int] | None = None) -> list[dict[str, Any]]:
-    """Builds each role's Megatron model of ``ranks`` and compares it with the plan.
+    """Builds each role's model of ``ranks`` and compares it with the plan.
 
     Args:
         job: the plan.

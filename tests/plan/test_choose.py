@@ -29,6 +29,25 @@ def test_small_models_stay_whole_and_large_ones_are_cut() -> None:
     assert "ZeRO" in best.engine
 
 
+def test_a_model_too_large_for_copies_of_its_gradients_is_cut_by_fsdp2_in_a_node() -> None:
+    """8B, actor and critic: 6 bytes a weight and role on every GPU are too much; FSDP2's traffic stays inside the node."""
+    config = load_config(CONFIGS / "ppo_8b.yaml", ["parallel=auto"])
+    best = choices(config, H100, 1, 8)[0]
+    assert (best.config.parallel.engine, best.config.parallel.tp, best.dp) == ("fsdp2", 1, 8)
+    assert best.engine.startswith("FSDP2 over 8 GPUs")
+    whole = {c.config.parallel.engine for c in choices(config, H100, 1, 8) if c.dp == 8}
+    assert whole == {"fsdp2"}, "Megatron with a copy on each GPU does not fit"
+
+
+@pytest.mark.parametrize("engine", ["fsdp2", "zero2"])
+def test_a_given_engine_is_kept(engine: str, tmp_path: Path) -> None:
+    text = f"parallel: {{auto: true, engine: {engine}}}\nmodel: {{path: models/Qwen2.5-1.5B-Instruct}}\n"
+    (tmp_path / "c.yaml").write_text(text)
+    found = choices(load_config(tmp_path / "c.yaml", ["data.prompts=p.jsonl"]), GPUS["h200"], 1, 4)
+    assert {c.config.parallel.engine for c in found} == {engine}
+    assert {(c.config.parallel.tp, c.config.parallel.pp, c.dp) for c in found} == {(1, 1, 4)}
+
+
 def test_the_layout_of_70b_on_16_nodes() -> None:
     """The configuration leaves it to the plan: TP inside a node, PP over eight, and two copies, so that DP can shrink."""
     best = choices(load_config(CONFIGS / "ppo_70b.yaml"), H100, 16, 8)[0]

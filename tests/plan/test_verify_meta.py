@@ -25,7 +25,7 @@ import sys
 from pathlib import Path
 import hpc_rl.plan.verify as verify
 from hpc_rl.plan.report import plan
-job, _ = plan(Path("configs/ppo_8b.yaml"), [], gpu="h200")
+job, _ = plan(Path("configs/ppo_70b.yaml"), [], gpu="h200")
 true = verify.megatron_shard_map
 def wrong(spec, layout, rank):
     from dataclasses import replace
