@@ -63,16 +63,19 @@ def eval_command(
 
 @app.command(epilog="Example: hpc-rl inspect runs/default/checkpoints/checkpoint_20_complete --verify")
 def inspect(
-    path: Annotated[Path, typer.Argument(help="a checkpoint, a shard file, a rollouts directory or a run")],
+    paths: Annotated[list[Path], typer.Argument(help="a checkpoint, a shard file, a rollouts directory or a run")],
     verify: Annotated[bool, typer.Option(help="read everything and compare digests")] = False,
-    diff: Annotated[Path | None, typer.Option(help="compare with this checkpoint")] = None,
+    diff: Annotated[bool, typer.Option("--diff", help="compare two checkpoints, in the order given")] = False,
     tensors: Annotated[bool, typer.Option("--tensors", help="list every tensor (--json always does)")] = False,
     as_json: Json = False,
 ) -> None:
     """Show what a checkpoint, shard or rollout file holds."""
     from hpc_rl.storage.inspect import diff_paths, inspect_path
 
-    report = diff_paths(path, diff) if diff is not None else inspect_path(path, verify=verify)
+    if len(paths) != 1 + diff:
+        rule = "--diff compares exactly 2 paths" if diff else "one path is shown at a time"
+        raise UserError(f"inspect: got {len(paths)} paths: {rule}: use `inspect PATH` or `inspect --diff A B`")
+    report = diff_paths(paths[0], paths[1]) if diff else inspect_path(paths[0], verify=verify)
     if report.get("kind") == "checkpoint" and not (tensors or as_json):
         report = {name: value for name, value in report.items() if name != "tensors"}
     _print(report, as_json)

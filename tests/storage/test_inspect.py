@@ -94,6 +94,24 @@ def test_diff_finds_the_tensors_and_values_that_differ(run_dir: Path, tmp_path: 
     assert diff_paths(checkpoint(run_dir, 1), tmp_path / "copy")["same"]
 
 
+@pytest.mark.parametrize("order", ["--diff A B", "A --diff B", "A B --diff"])
+def test_diff_on_the_command_line_keeps_the_order_of_its_paths(run_dir: Path, order: str) -> None:
+    paths = {"A": str(checkpoint(run_dir, 1)), "B": str(checkpoint(run_dir, 2))}
+    words = [paths.get(word, word) for word in order.split()]
+    done = subprocess.run(
+        [sys.executable, "-m", "hpc_rl.cli", "inspect", *words, "--json"], capture_output=True, text=True, check=True
+    )
+    report = json.loads(done.stdout)
+    assert (report["a"], report["b"]) == (paths["A"], paths["B"])
+    assert {"value": "extra.step", "a": 1, "b": 2} in report["values"]
+
+
+@pytest.mark.parametrize(("words", "rule"), [(["--diff", "x"], "exactly 2 paths"), (["x", "y"], "one path")])
+def test_inspect_refuses_a_wrong_number_of_paths(words: list[str], rule: str) -> None:
+    done = subprocess.run([sys.executable, "-m", "hpc_rl.cli", "inspect", *words], capture_output=True, text=True)
+    assert done.returncode != 0 and rule in done.stderr and "Traceback" not in done.stderr
+
+
 def test_read_tensor_gives_a_tensor_or_a_box_of_it(run_dir: Path) -> None:
     shard_map, _ = component(Layout(num_layers=1), 0)
     name = "param/layers.0.down.weight"
