@@ -17,7 +17,7 @@ from hpc_rl.config_check import cross_check, read_hf_config, read_hf_config_file
 from hpc_rl.data.prompts import PromptSet, PromptStream
 from hpc_rl.data.tokenizer import load_tokenizer
 from hpc_rl.engine.colocate import Colocation
-from hpc_rl.engine.megatron import MegatronEngine
+from hpc_rl.engine.make import Engine, make_engine
 from hpc_rl.errors import RunError, UserError
 from hpc_rl.fault.phase import beat
 from hpc_rl.parallel import state as parallel_state
@@ -43,9 +43,9 @@ class Job:
 
     parallel: ParallelState
     prompts: PromptStream
-    actor: MegatronEngine
-    critic: MegatronEngine | None
-    reference: MegatronEngine | None
+    actor: Engine
+    critic: Engine | None
+    reference: Engine | None
     sampler: VLLMEngine
     reward: RewardFunction
     tokenizer: Any
@@ -55,7 +55,7 @@ class Job:
     resume_from: Path | None
 
     @property
-    def trained(self) -> dict[str, MegatronEngine]:
+    def trained(self) -> dict[str, Engine]:
         """Role -> engine, of those that learn."""
         return {e.role: e for e in (self.actor, self.critic) if e is not None}
 
@@ -133,7 +133,7 @@ def join(config: Config, begins_run: bool = True) -> ParallelState:
     return parallel
 
 
-def build_engine(role: str, config: Config, parallel: ParallelState) -> MegatronEngine:
+def build_engine(role: str, config: Config, parallel: ParallelState) -> Engine:
     """The actor, the critic or the reference, with its weights read or drawn."""
     model = config.model
     paths = {"actor": model.path, "critic": model.critic_path, "reference": model.reference_path}
@@ -142,7 +142,7 @@ def build_engine(role: str, config: Config, parallel: ParallelState) -> Megatron
     path = paths[role] or model.path
     own = path is not None and path != model.path
     hf_config = read_hf_config_file(f"model.{role}_path", str(path)) if own else read_hf_config(config)
-    engine = MegatronEngine(
+    engine = make_engine(
         role,
         ModelSpec.from_hf_config(hf_config),
         config,

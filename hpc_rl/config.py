@@ -32,6 +32,7 @@ class ModelConfig:
 
 @_frozen
 class ParallelConfig:
+    engine: Literal["megatron", "fsdp2"] = Field("megatron", description="who trains: Megatron-core (tp, pp), or FSDP2 (all ranks data-parallel)")
     tp: int = Field(1, ge=1, description="tensor-parallel size of training")
     pp: int = Field(1, ge=1, description="pipeline-parallel size of training")
     cp: int = Field(1, ge=1, description="context-parallel size of training")

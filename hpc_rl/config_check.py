@@ -94,6 +94,11 @@ def _check_layout(config: Config, world_size: int) -> None:
         if size > 1:
             raise UserError(f"parallel.{axis} = {size} is not supported yet: set parallel.{axis}=1 ({fix})")
     ranks = parallel.tp * parallel.pp * parallel.cp
+    if parallel.engine != "megatron" and ranks > 1:
+        raise UserError(
+            f"parallel.engine = {parallel.engine} cuts the model over all ranks, but parallel tp*pp = {parallel.tp}*"
+            f"{parallel.pp}: set both to 1, or parallel.engine=megatron (rollout.tp is free)"
+        )
     if world_size % ranks:
         raise UserError(
             f"parallel tp*pp*cp = {parallel.tp}*{parallel.pp}*{parallel.cp} = {ranks} must divide the number of ranks, "

@@ -16,7 +16,7 @@ from hpc_rl.config import Config
 from hpc_rl.data.examples import Examples
 from hpc_rl.data.prompts import PromptStream
 from hpc_rl.data.tokenizer import load_tokenizer
-from hpc_rl.engine.megatron import MegatronEngine
+from hpc_rl.engine.make import Engine
 from hpc_rl.fault.phase import phase
 from hpc_rl.parallel import state as parallel_state
 from hpc_rl.parallel.state import ParallelState
@@ -32,14 +32,14 @@ class SupervisedJob:
     parallel: ParallelState
     examples: Examples
     prompts: PromptStream
-    model: MegatronEngine
-    reference: MegatronEngine | None
+    model: Engine
+    reference: Engine | None
     tokenizer: Any
     checkpointer: Checkpointer
     resume_from: Path | None
 
     @property
-    def trained(self) -> dict[str, MegatronEngine]:
+    def trained(self) -> dict[str, Engine]:
         """Role -> engine, of those that learn."""
         return {self.model.role: self.model}
 

@@ -17,7 +17,7 @@ from hpc_rl.config import Config
 from hpc_rl.config_load import dump_config
 from hpc_rl.data.prompts import PromptStream
 from hpc_rl.data.tokenizer import tokenizer_path
-from hpc_rl.engine.megatron import MegatronEngine
+from hpc_rl.engine.make import Engine
 from hpc_rl.fault.phase import phase
 from hpc_rl.fault.signals import StopSignals
 from hpc_rl.metrics.meter import Meter
@@ -37,7 +37,7 @@ class TrainingJob(Protocol):
     resume_from: Path | None
 
     @property
-    def trained(self) -> dict[str, MegatronEngine]:
+    def trained(self) -> dict[str, Engine]:
         """Role -> engine, of those that learn."""
 
     def close(self) -> None: ...

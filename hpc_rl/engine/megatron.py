@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,16 +13,14 @@ from torch import Tensor
 
 from hpc_rl.batch import Batch
 from hpc_rl.config import Config, OptimizerConfig
-from hpc_rl.data.packing import micro_batches, partition
+from hpc_rl.engine import share
 from hpc_rl.engine.colocate import HostCopy
 from hpc_rl.engine.megatron_model import PackedGPT, transformer_config
 from hpc_rl.engine.megatron_optim import DistributedAdamW
-from hpc_rl.engine.megatron_state import engine_state
+from hpc_rl.engine.optimizer_state import engine_state
 from hpc_rl.engine.packed import Packed, pack
 from hpc_rl.engine.protocol import LossFn
-from hpc_rl.errors import NotFiniteError
 from hpc_rl.fault.phase import beat
-from hpc_rl.parallel.collectives import gather_objects, merge
 from hpc_rl.parallel.megatron_cpu import cuda_as_cpu
 from hpc_rl.parallel.state import ParallelState
 from hpc_rl.tensors.canonical import ModelSpec
@@ -78,7 +75,7 @@ class MegatronEngine:
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         """Outputs for the response tokens of ``batch``, 0 elsewhere: name -> float32 [N] on the CPU of every rank."""
-        shares = self._micro_batches(batch)
+        shares = self._shares(batch)
 
         def step(it: Iterator[tuple[Batch, Packed]], model: Any) -> tuple[Tensor, Callable[..., Tensor]]:
             _, packed = next(it)
@@ -86,13 +83,13 @@ class MegatronEngine:
 
         with torch.no_grad(), cuda_as_cpu():
             outputs = self._schedule(step, batch, shares, forward_only=True)
-        return self._whole(batch, shares, outputs)
+        return share.whole(self.module.output_names, batch, shares, outputs, self.parallel)
 
     def train_batch(self, batch: Batch, loss_fn: LossFn, outputs: dict[str, Tensor] | None = None) -> dict[str, float]:
         """One optimizer step on ``batch``; see TrainEngine."""
         assert self.optimizer is not None, f"{self.role} is frozen"
         assert isinstance(self._model, DistributedDataParallel)
-        shares, sums = self._micro_batches(batch), []
+        shares, sums = self._shares(batch), []
         names, seen = self.module.output_names, []
 
         def step(it: Iterator[tuple[Batch, Packed]], model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
@@ -112,32 +109,23 @@ class MegatronEngine:
             self._model.zero_grad_buffer()
             self.optimizer.optimizer.zero_grad()
             self._schedule(step, batch, shares, forward_only=False)
-            metrics = self._reduce(sums)
+            metrics = share.reduce(sums, self.parallel)
             norm = self.optimizer.gradient_norm()
-            self._check_finite(metrics["loss"], norm, batch, shares, sums)
+            share.check_finite(self.role, metrics["loss"], norm, batch, shares, sums, self._gradients(), self.parallel)
             lr = self.optimizer.lr
             self.optimizer.step(norm)
         if outputs is not None:
-            outputs |= self._whole(batch, shares, seen)
+            outputs |= share.whole(names, batch, shares, seen, self.parallel)
         return {**metrics, "grad_norm": norm, "lr": lr}
 
-    def _whole(self, batch: Batch, shares: Sequence[Sequence[int]], outputs: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Outputs of this rank's micro-batches -> those of all, name -> float32 [N] on the CPU of every rank."""
-        names = self.module.output_names
-        merged = torch.zeros(len(names), batch.num_tokens, device=self.parallel.device)
-        if self.parallel.owns_outputs:
-            for indices, output in zip(shares, outputs, strict=True):
-                if indices:
-                    merged[:, _token_index(batch, indices).to(merged.device)] = output
-        return dict(zip(names, merge(merged).cpu(), strict=True))
+    def _shares(self, batch: Batch) -> list[list[int]]:
+        return share.micro_batch_shares(batch, self.parallel, self.config.algorithm.micro_batch_tokens)
 
-    def _micro_batches(self, batch: Batch) -> list[list[int]]:
-        """This DP rank's micro-batches (sequence indices); every rank computes the same plan, of equal counts."""
-        together = 2 if "pair_ids" in batch else 1
-        lengths = batch.lengths.view(-1, together).sum(dim=1).tolist()
-        ranks = partition(lengths, self.parallel.layout.dp)
-        mine = micro_batches(lengths, ranks, self.config.algorithm.micro_batch_tokens)[self.parallel.dp_rank]
-        return [[unit * together + k for unit in units for k in range(together)] for units in mine]
+    def _gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """Of every parameter that has one on this rank."""
+        for name, p in self.module.named_parameters():
+            if getattr(p, "main_grad", None) is not None:
+                yield name, p.main_grad
 
     def _schedule(self, step: Any, batch: Batch, shares: Sequence[Sequence[int]], *, forward_only: bool) -> list[Any]:
         p = self.parallel
@@ -161,45 +149,6 @@ class MegatronEngine:
             collect_non_loss_data=forward_only,
         )
 
-    def _reduce(self, sums: list[dict[str, Tensor]]) -> dict[str, float]:
-        """Adds the sums of all micro-batches and DP ranks. A rank with empty micro-batches only knows fewer names."""
-        totals: dict[str, Tensor] = {}
-        if self.parallel.owns_outputs:
-            for part in sums:
-                for name, value in part.items():
-                    totals[name] = totals.get(name, torch.zeros((), device=value.device)) + value
-        names = sorted(set().union(*gather_objects(sorted(totals))))
-        zero = torch.zeros((), device=self.parallel.device)
-        values = merge(torch.stack([totals.get(n, zero).float() for n in names]))
-        return dict(zip(names, values.tolist(), strict=True))
-
-    def _check_finite(
-        self, loss: float, norm: float, batch: Batch, shares: Sequence[Sequence[int]], sums: list[dict[str, Tensor]]
-    ) -> None:
-        """Raises on every rank, naming where it arose, while the weights are still those of before the step."""
-        if math.isfinite(loss) and math.isfinite(norm):
-            return
-        found: list[str] = []
-        if self.parallel.owns_outputs:
-            for indices, part in zip(shares, sums, strict=True):
-                bad = sorted(k for k, v in part.items() if not bool(torch.isfinite(v)))
-                if bad:
-                    prompts = sorted(set(batch["prompt_ids"][indices].tolist()))[:8] if "prompt_ids" in batch else []
-                    found.append(f"{', '.join(bad)} of prompts {prompts}")
-        if not found:
-            found = [
-                f"gradient of {name}"
-                for name, p in self.module.named_parameters()
-                if getattr(p, "main_grad", None) is not None and not bool(torch.isfinite(p.main_grad).all())
-            ][:4]
-        where = [f"rank {r}: {text}" for r, texts in enumerate(gather_objects(found)) for text in texts[:4]]
-        where.sort(key=lambda text: ": loss of prompts" not in text)  # the cause before what it did to the gradients
-        where = where if len(where) <= 4 else [*where[:4], f"and {len(where) - 4} more"]
-        raise NotFiniteError(
-            f"{self.role}: loss is {loss}, gradient norm is {norm}, both must be finite; the weights were not changed. "
-            f"Not finite: {'; '.join(where) or 'the sum over ranks'}. Lower {self.role}.lr, or look at these prompts."
-        )
-
     # ---- state ------------------------------------------------------------------------------------------------
 
     def shard_map(self) -> tuple[ShardMap, dict[str, Tensor]]:
@@ -213,7 +162,7 @@ class MegatronEngine:
                 self.optimizer.reload_from_parameters()
 
     def state(self) -> tuple[ShardMap, dict[str, Tensor], dict[str, Any]]:
-        """All that a resume needs; see `megatron_state.engine_state`."""
+        """All that a resume needs; see `optimizer_state.engine_state`."""
         return engine_state(self)
 
     def load_state(self, values: Mapping[str, Any]) -> None:
@@ -246,9 +195,3 @@ class MegatronEngine:
 def _finalize_gradients(model: list[Any], num_tokens: Tensor | None = None, **kwargs: Any) -> None:
     """Megatron's reduction without its division by the token count: the loss weights hold the denominator."""
     finalize_model_grads(model, None, **kwargs)
-
-
-def _token_index(batch: Batch, indices: Sequence[int]) -> Tensor:
-    """Positions of all tokens of the given sequences, in that order."""
-    starts, ends = batch.cu_seqlens[:-1].tolist(), batch.cu_seqlens[1:].tolist()
-    return torch.cat([torch.arange(starts[i], ends[i]) for i in indices])

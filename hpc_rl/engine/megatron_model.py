@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import math
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,10 +15,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from hpc_rl.config import Config
+from hpc_rl.engine.attention import packed_attention, rotary_frequencies
 from hpc_rl.engine.head import token_log_probs
-from hpc_rl.engine.kernels import rotate, swiglu
+from hpc_rl.engine.kernels import swiglu
 from hpc_rl.engine.packed import Packed
-from hpc_rl.errors import UserError
 from hpc_rl.parallel.state import ParallelState
 from hpc_rl.tensors.canonical import ModelSpec
 
@@ -63,60 +60,8 @@ class PackedAttention(MegatronModule):
         self, query: Tensor, key: Tensor, value: Tensor, *_: Any, packed_seq_params: Packed, **__: Any
     ) -> Tensor:
         """query [t, 1, heads, d], key and value [t, 1, groups, d] -> [t, 1, heads * d]."""
-        cos, sin = packed_seq_params.angles()
-        q, k, v = rotate(query[:, 0], cos, sin), rotate(key[:, 0], cos, sin), value[:, 0]
-        attend = _padded_attention if packed_seq_params.pad_index is not None else _varlen_attention
-        return attend(q, k, v, packed_seq_params, self.scale).flatten(1)[:, None]
-
-
-def _padded_attention(q: Tensor, k: Tensor, v: Tensor, p: Packed, scale: float | None) -> Tensor:
-    assert p.pad_index is not None and p.token_index is not None
-
-    def pad(x: Tensor) -> Tensor:  # [t, heads, d] -> [b, heads, s, d]; trailing padding is never attended to (causal)
-        x = torch.cat([x, x.new_zeros(1, *x.shape[1:])])[p.pad_index]
-        return x.view(p.num_sequences, p.max_seqlen, *x.shape[1:]).transpose(1, 2)
-
-    gqa = q.shape[1] != k.shape[1]
-    out = F.scaled_dot_product_attention(pad(q), pad(k), pad(v), is_causal=True, scale=scale, enable_gqa=gqa)
-    return out.transpose(1, 2).flatten(0, 1)[p.token_index]
-
-
-def _varlen_attention(q: Tensor, k: Tensor, v: Tensor, p: Packed, scale: float | None) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn
-
-    # The kernel has always known grouped queries; newer versions ask that one says so.
-    grouped: Any = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-    bounds, longest = p.cu_seqlens, p.max_seqlen
-    out = varlen_attn(q, k, v, bounds, bounds, longest, longest, scale=scale, window_size=(-1, 0), **grouped)
-    assert isinstance(out, Tensor)
-    return out
-
-
-def rotary_frequencies(spec: ModelSpec) -> Tensor:
-    """Inverse frequencies, float32 [head_dim / 2]. Types ``default``, ``linear`` and ``llama3`` of the HF config.
-
-    Raises: UserError for another type.
-    """
-    dim, rope = spec.head_dim, spec.rope
-    inv_freq = 1.0 / (rope["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim))
-    kind = rope["rope_type"]
-    if kind == "linear":
-        return inv_freq / rope["factor"]
-    if kind == "llama3":
-        return _llama3_frequencies(inv_freq, rope)
-    if kind != "default":
-        raise UserError(f"rope_type {kind!r} of the model is not supported: use one of default, linear, llama3")
-    return inv_freq
-
-
-def _llama3_frequencies(inv_freq: Tensor, rope: Mapping[str, Any]) -> Tensor:
-    """Low frequencies are divided by ``factor``, high ones kept, those between blended (Llama 3.1)."""
-    old_len = rope["original_max_position_embeddings"]
-    low, high = old_len / rope["low_freq_factor"], old_len / rope["high_freq_factor"]
-    wavelen = 2 * math.pi / inv_freq
-    blend = (old_len / wavelen - rope["low_freq_factor"]) / (rope["high_freq_factor"] - rope["low_freq_factor"])
-    between = (1 - blend) * inv_freq / rope["factor"] + blend * inv_freq
-    return torch.where(wavelen > low, inv_freq / rope["factor"], torch.where(wavelen < high, inv_freq, between))
+        attended = packed_attention(query[:, 0], key[:, 0], value[:, 0], packed_seq_params, self.scale)
+        return attended.flatten(1)[:, None]
 
 
 class PackedGPT(GPTModel):
@@ -179,8 +124,7 @@ class PackedGPT(GPTModel):
             outputs = list(
                 token_log_probs(states, weight, packed.targets, self.temperature, self.true_vocab_size, self.tp_group)
             )
-        flat = states.new_zeros(len(outputs), packed.input_ids.shape[1], dtype=torch.float32)
-        return flat.index_copy(1, packed.predict_at, torch.stack(outputs))
+        return packed.spread(outputs)
 
 
 def _mark_parallel_parameters(model: torch.nn.Module) -> None:

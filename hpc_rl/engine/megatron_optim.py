@@ -3,31 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from torch import Tensor
 
 from hpc_rl.config import OptimizerConfig
 from hpc_rl.engine.kernels import fused_adamw
+from hpc_rl.engine.optimizer_state import Shard
+from hpc_rl.engine.schedule import learning_rate_schedule
 from hpc_rl.parallel.megatron_cpu import cuda_as_cpu
-
-
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """What this DP rank's optimizer holds of one parameter: elements [begin, end) of the flattened local parameter."""
-
-    param: torch.nn.Parameter
-    begin: int
-    end: int
-    main: Tensor  # float32 [end - begin]; a view of the parameter itself when that is float32
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
 
 
 class DistributedAdamW:
@@ -57,21 +44,8 @@ class DistributedAdamW:
         self.clip_grad = config.clip_grad
         (self._sharded,) = self.optimizer.chained_optimizers
         self._create_states()
-        decay_steps = config.decay_steps or max(1, total_steps)
         # Built before the first step: it is what takes the weight decay off the groups that should have none.
-        self.schedule = OptimizerParamScheduler(
-            self.optimizer,
-            init_lr=0.0 if config.warmup_steps else config.lr,
-            max_lr=config.lr,
-            min_lr=config.lr if config.decay == "constant" else config.min_lr,
-            lr_warmup_steps=config.warmup_steps,
-            lr_decay_steps=max(decay_steps, config.warmup_steps + 1),
-            lr_decay_style=config.decay,
-            start_wd=config.weight_decay,
-            end_wd=config.weight_decay,
-            wd_incr_steps=1,
-            wd_incr_style="constant",
-        )
+        self.schedule = learning_rate_schedule(self.optimizer, config, total_steps)
 
     def _create_states(self) -> None:
         """torch makes AdamW's states at the first step; making them now lets a checkpoint be read into them."""

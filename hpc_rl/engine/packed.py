@@ -1,4 +1,4 @@
-"""A micro-batch as Megatron sees it: one packed row of tokens, and what attention and the head need to know of it."""
+"""A micro-batch as a model sees it: one packed row of tokens, and what attention and the head need to know of it."""
 
 from __future__ import annotations
 
@@ -39,6 +39,11 @@ class Packed:
         """With the rotary angles of its positions, rounded to the model's ``dtype`` as HF and vLLM round them."""
         angles = self.position_ids[0].float()[:, None] * inv_freq
         return replace(self, cos_sin=(angles.cos().to(dtype).float(), angles.sin().to(dtype).float()))
+
+    def spread(self, outputs: list[Tensor]) -> Tensor:
+        """Values of the counted tokens, k times [m] -> float32 [k, t], 0 at all other tokens."""
+        flat = outputs[0].new_zeros(len(outputs), self.input_ids.shape[1], dtype=torch.float32)
+        return flat.index_copy(1, self.predict_at, torch.stack(outputs).float())
 
     def angles(self) -> tuple[Tensor, Tensor]:
         """(cos, sin) of the rotary angles."""

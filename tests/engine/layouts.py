@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from hpc_rl.config import AlgorithmConfig, Config, ModelConfig, OptimizerConfig, ParallelConfig
-from hpc_rl.engine.megatron import MegatronEngine
+from hpc_rl.engine.make import Engine, make_engine
 from hpc_rl.errors import RunError
 from hpc_rl.parallel import state as parallel_state
 from hpc_rl.parallel.collectives import gather_objects
@@ -28,7 +28,7 @@ def config_of(micro_batch_tokens: int = 1000, **parallel: Any) -> Config:
     )
 
 
-def fill(engine: MegatronEngine, tensors: dict[str, torch.Tensor]) -> None:
+def fill(engine: Engine, tensors: dict[str, torch.Tensor]) -> None:
     """Writes whole canonical tensors into the engine's shards."""
     shard_map, local = engine.shard_map()
     for piece in shard_map.pieces:
@@ -37,7 +37,7 @@ def fill(engine: MegatronEngine, tensors: dict[str, torch.Tensor]) -> None:
     engine.parameters_changed()
 
 
-def whole(engine: MegatronEngine) -> dict[str, torch.Tensor]:
+def whole(engine: Engine) -> dict[str, torch.Tensor]:
     """Every canonical tensor, from all ranks' shards."""
     shard_map, local = engine.shard_map()
     mine = [(p.name, p.start, p.shape, view(p, local[p.local]).clone()) for p in shard_map.pieces]
@@ -52,7 +52,7 @@ def train_actor(truth: Truth, config: Config) -> dict[str, Any]:
     """Scores once, trains STEPS steps; the actor's view of the reference run."""
     state = parallel_state.initialize(config, torch.device("cpu"))
     spec = ModelSpec.from_hf_config(truth.config)
-    engine = MegatronEngine("actor", spec, config, state, optimizer=config.actor, total_steps=STEPS)
+    engine = make_engine("actor", spec, config, state, optimizer=config.actor, total_steps=STEPS)
     fill(engine, truth.initial)
     outputs = engine.forward(batch_of(0))
     losses, norms = [], []
@@ -69,7 +69,7 @@ def train_critic(truth: Truth, config: Config) -> dict[str, Any]:
     """Values before, losses and gradient norms of STEPS steps of a critic whose backbone is the reference's."""
     state = parallel_state.initialize(config, torch.device("cpu"))
     spec = ModelSpec.from_hf_config(truth.config)
-    engine = MegatronEngine("critic", spec, config, state, optimizer=config.critic, total_steps=STEPS)
+    engine = make_engine("critic", spec, config, state, optimizer=config.critic, total_steps=STEPS)
     fill(engine, {**truth.initial, "value_head.weight": value_head(spec.hidden_size)})
     values = engine.forward(batch_of(0))["values"]
     losses, norms = [], []
@@ -96,12 +96,12 @@ def keep_and_restore(truth: Truth, config: Config) -> bool:
     state = parallel_state.initialize(config, torch.device("cpu"))
     spec = ModelSpec.from_hf_config(truth.config)
 
-    def make() -> MegatronEngine:
-        engine = MegatronEngine("actor", spec, config, state, optimizer=config.actor, total_steps=STEPS)
+    def make() -> Engine:
+        engine = make_engine("actor", spec, config, state, optimizer=config.actor, total_steps=STEPS)
         fill(engine, truth.initial)
         return engine
 
-    def step(engine: MegatronEngine, i: int) -> dict[str, float]:
+    def step(engine: Engine, i: int) -> dict[str, float]:
         return engine.train_batch(batch_of(i), lambda out, b: (loss_of(out["log_probs"], out["entropy"], b), {}))
 
     first = make()
@@ -124,7 +124,7 @@ def covered(truth: Truth, config: Config) -> list[tuple[str, int]]:
     """(canonical state name, elements) of this rank's state, after proving that every local element is covered."""
     state = parallel_state.initialize(config, torch.device("cpu"))
     spec = ModelSpec.from_hf_config(truth.config)
-    engine = MegatronEngine("actor", spec, config, state, optimizer=config.actor, total_steps=STEPS)
+    engine = make_engine("actor", spec, config, state, optimizer=config.actor, total_steps=STEPS)
     shard_map, tensors, _ = engine.state()
     check_local_coverage(shard_map, {k: t.numel() for k, t in tensors.items()})
     parallel_state.destroy()
@@ -134,7 +134,7 @@ def covered(truth: Truth, config: Config) -> list[tuple[str, int]]:
 def nan_step(truth: Truth, config: Config) -> tuple[str, bool]:
     """The error of a step whose loss is NaN, and whether the weights stayed as they were."""
     state = parallel_state.initialize(config, torch.device("cpu"))
-    engine = MegatronEngine(
+    engine = make_engine(
         "actor", ModelSpec.from_hf_config(truth.config), config, state, optimizer=config.actor, total_steps=STEPS
     )
     fill(engine, truth.initial)

@@ -26,8 +26,11 @@ def one_rank() -> list[dict[str, float]]:
         (4, {"parallel__tp": 2, "parallel__pp": 2}),
         (4, {"parallel__tp": 2, "rollout__tp": 1}),
         (4, {"parallel__tp": 4, "rollout__tp": 2}),
+        (2, {"parallel__engine": "fsdp2"}),
+        (3, {"parallel__engine": "fsdp2", "parallel__recompute": "full", "rollout__tp": 1}),
+        (2, {"parallel__engine": "fsdp2", "rollout__tp": 2}),
     ],
-    ids=["dp4", "tp2pp2", "tp2dp2-gen-tp1", "tp4-gen-tp2"],
+    ids=["dp4", "tp2pp2", "tp2dp2-gen-tp1", "tp4-gen-tp2", "fsdp2", "fsdp2-dp3", "fsdp2-gen-tp2"],
 )
 def test_equal_curves_at_any_layout(one_rank: list[dict[str, float]], world_size: int, parallel: dict) -> None:
     for curve in run_ranks(world_size, train, quickstart(**parallel), 3):
@@ -36,7 +39,11 @@ def test_equal_curves_at_any_layout(one_rank: list[dict[str, float]], world_size
                 assert got[name] == pytest.approx(expected[name], rel=2e-4, abs=2e-5), f"{name} at step {step + 1}"
 
 
-@pytest.mark.parametrize(("world_size", "parallel"), [(1, {}), (2, {"parallel__tp": 2})], ids=["one", "tp2"])
+@pytest.mark.parametrize(
+    ("world_size", "parallel"),
+    [(1, {}), (2, {"parallel__tp": 2}), (2, {"parallel__engine": "fsdp2"})],
+    ids=["one", "tp2", "fsdp2"],
+)
 def test_sampler_and_trainer_agree_before_and_after_an_update(world_size: int, parallel: dict) -> None:
     for before, after in run_ranks(world_size, mismatch, quickstart(rollout__temperature=0.7, **parallel)):
         assert before < 1e-4
@@ -46,7 +53,12 @@ def test_sampler_and_trainer_agree_before_and_after_an_update(world_size: int, p
 def test_a_run_reshards_as_its_configuration_says() -> None:
     """Verification at each sync, deltas from a snapshot, plans kept in the run directory."""
     config = quickstart(
-        parallel__tp=2, rollout__tp=1, reshard__verify="always", reshard__snapshot="host", actor__lr=1e-30, model__dtype="bfloat16"
+        parallel__tp=2,
+        rollout__tp=1,
+        reshard__verify="always",
+        reshard__snapshot="host",
+        actor__lr=1e-30,
+        model__dtype="bfloat16",
     )
     curves = run_ranks(2, train, config, 2)
     for step in (step for curve in curves for step in curve):

@@ -1,4 +1,4 @@
-"""Megatron at every layout against Hugging Face and torch AdamW in one process, float32."""
+"""Every engine at every layout against Hugging Face and torch AdamW in one process, float32."""
 
 from __future__ import annotations
 
@@ -33,6 +33,9 @@ LAYOUTS = {
     "tp4-more-than-kv-heads": (4, {"tp": 4}),
     "tp2pp2dp2": (8, {"tp": 2, "pp": 2}),
     "recompute": (2, {"tp": 2, "recompute": "full"}),
+    "fsdp2-one": (1, {"engine": "fsdp2"}),
+    "fsdp2": (2, {"engine": "fsdp2"}),
+    "fsdp2-dp3": (3, {"engine": "fsdp2", "recompute": "full"}),
 }
 MODELS = {"llama": ("llama", False), "qwen2-tied": ("qwen2", True), "qwen3": ("qwen3", False)}
 
@@ -76,7 +79,7 @@ def test_loss_does_not_depend_on_micro_batches(llama: Truth, budget: int) -> Non
     close(got["grad_norms"], llama.grad_norms, 1e-5, 1e-5)
 
 
-@pytest.mark.parametrize("layout", ["one", "tp2", "tp2-no-sp", "pp2", "tp2pp2dp2"])
+@pytest.mark.parametrize("layout", ["one", "tp2", "tp2-no-sp", "pp2", "tp2pp2dp2", "fsdp2"])
 def test_critic_agrees_with_hf(llama: Truth, layout: str) -> None:
     expected = hf_critic()
     world_size, parallel = LAYOUTS[layout]
@@ -117,13 +120,13 @@ def hf_critic() -> dict[str, object]:
     return {"values": values, "losses": losses, "grad_norms": norms, "value_head": head.weight.detach()}
 
 
-@pytest.mark.parametrize("layout", ["one", "tp2pp2dp2"])
+@pytest.mark.parametrize("layout", ["one", "tp2pp2dp2", "fsdp2", "fsdp2-dp3"])
 def test_state_restores_bitwise(llama: Truth, layout: str) -> None:
     world_size, parallel = LAYOUTS[layout]
     assert all(run_ranks(world_size, keep_and_restore, llama, config_of(60, **parallel)))
 
 
-@pytest.mark.parametrize("layout", ["dp2", "tp2pp2dp2", "tp4-more-than-kv-heads"])
+@pytest.mark.parametrize("layout", ["dp2", "tp2pp2dp2", "tp4-more-than-kv-heads", "fsdp2-dp3"])
 def test_state_covers_every_element(llama: Truth, layout: str) -> None:
     world_size, parallel = LAYOUTS[layout]
     held: Counter[str] = Counter()
@@ -142,7 +145,7 @@ def _totals(pieces: list[tuple[str, int]]) -> Counter[str]:
     return totals
 
 
-@pytest.mark.parametrize("layout", ["one", "tp2pp2"])
+@pytest.mark.parametrize("layout", ["one", "tp2pp2", "fsdp2"])
 def test_nan_loss_stops_before_the_weights_change(llama: Truth, layout: str) -> None:
     world_size, parallel = LAYOUTS[layout]
     for message, weights_unchanged in run_ranks(world_size, nan_step, llama, config_of(60, **parallel)):

@@ -1,19 +1,51 @@
-"""A Megatron engine's state by canonical name: parameters, main weights and AdamW moments, sharded as they lie."""
+"""An engine's state by canonical name: parameters, main weights and AdamW moments, sharded as they lie."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
+from hpc_rl.config import Config
 from hpc_rl.tensors.shardmap import Piece, ShardMap, TensorSpec, flat_range
 
-if TYPE_CHECKING:
-    from hpc_rl.engine.megatron import MegatronEngine
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """What this DP rank's optimizer holds of one parameter: elements [begin, end) of the flattened local parameter."""
+
+    param: torch.nn.Parameter
+    begin: int
+    end: int
+    main: Tensor  # float32 [end - begin]; a view of the parameter itself when that is float32
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
 
 
-def engine_state(engine: MegatronEngine) -> tuple[ShardMap, dict[str, Tensor], dict[str, Any]]:
+class ShardedOptimizer(Protocol):
+    """AdamW whose main weights and moments lie sharded over the ranks."""
+
+    def shards(self) -> Iterator[Shard]: ...
+    def state(self) -> dict[str, int]: ...
+
+
+class TrainedEngine(Protocol):
+    """What `engine_state` reads of an engine."""
+
+    role: str
+    config: Config
+
+    @property
+    def module(self) -> torch.nn.Module: ...
+    @property
+    def optimizer(self) -> ShardedOptimizer | None: ...
+    def shard_map(self) -> tuple[ShardMap, Mapping[str, Tensor]]: ...
+
+
+def engine_state(engine: TrainedEngine) -> tuple[ShardMap, dict[str, Tensor], dict[str, Any]]:
     """All that a resume needs.
 
     Names: ``param/N`` (model dtype), ``main/N`` (float32, unless the parameter is float32 itself), ``exp_avg/N`` and
@@ -32,7 +64,7 @@ def engine_state(engine: MegatronEngine) -> tuple[ShardMap, dict[str, Tensor], d
     for shard in engine.optimizer.shards():
         local = names[id(shard.param)]
         kinds = {"exp_avg": shard.exp_avg, "exp_avg_sq": shard.exp_avg_sq}
-        if shard.main.dtype != shard.param.dtype:
+        if engine.config.model.dtype != "float32":
             kinds["main"] = shard.main
         for kind, tensor in kinds.items():
             key = f"{kind}/{local}"
