@@ -21,7 +21,7 @@ def check_resume(config: Config, hf_config: Mapping[str, Any]) -> None:
     Raises:
         UserError: one line with the value, the rule and the fix.
     """
-    path = _checkpoint(config)
+    path = checkpoint_to_resume(config)
     if path is None:
         return
     from hpc_rl.storage import access, manifest  # h5py: only a run that resumes needs it
@@ -36,7 +36,8 @@ def check_resume(config: Config, hf_config: Mapping[str, Any]) -> None:
         )
 
 
-def _checkpoint(config: Config) -> Path | None:
+def checkpoint_to_resume(config: Config) -> Path | None:
+    """The checkpoint that ``resume`` names, whole by its sizes; None for a fresh start. Raises UserError."""
     if config.resume == "none":
         return None
     from hpc_rl.storage import manifest
