@@ -14,7 +14,7 @@ from hpc_rl.config_check import cross_check
 from hpc_rl.data.prompt_files import read_records
 from hpc_rl.errors import UserError
 from hpc_rl.preflight_model import check_models
-from hpc_rl.preflight_resume import check_resume
+from hpc_rl.preflight_resume import check_resume, check_trained
 from hpc_rl.reward.score import RewardFunction
 
 
@@ -37,6 +37,7 @@ def preflight(config: Config, world_size: int) -> None:
     check_device(config)
     check_outputs(config)
     check_resume(config, hf_config)
+    check_trained(config)
     check_metrics(config)
     check_data(config)
 

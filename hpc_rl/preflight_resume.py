@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hpc_rl.algo.registry import algorithm, objective
 from hpc_rl.config import Config
 from hpc_rl.errors import UserError
 from hpc_rl.tensors.canonical import EMBEDDING
@@ -34,6 +35,37 @@ def check_resume(config: Config, hf_config: Mapping[str, Any]) -> None:
             f"resume = {path}: its {EMBEDDING} is {list(embedding.shape)}, but the model has [vocab_size, hidden_size] "
             f"= {list(expected)}: resume with the model that it was saved from, or start with resume=none"
         )
+
+
+def check_trained(config: Config) -> None:
+    """Refuses a checkpoint without what this run trains: another role, or optimizer states of another model.dtype.
+
+    Raises:
+        UserError: one line with the value, the rule and the fix.
+    """
+    path = checkpoint_to_resume(config)
+    if path is None:
+        return
+    from hpc_rl.storage import access, manifest
+
+    stored, goal = access.load_index(path, manifest.read(path)).specs, objective(config.algorithm.name)
+    start = "start a new run with model.path at its weights (hpc-rl export)"
+    roles = ["actor"] if goal is None else [goal.role]
+    if goal is None and algorithm(config.algorithm.name).needs_critic:
+        roles.append("critic")
+    for role in roles:
+        if not any(name.startswith(f"{role}/param/") for name in stored):
+            raise UserError(
+                f"resume = {path}: holds no {role}, which algorithm.name = {config.algorithm.name} trains: set the "
+                f"algorithm.name that it was saved with, or {start}"
+            )
+        # Only with 16-bit weights are there float32 ones beside them.
+        dtype = "bfloat16" if any(name.startswith(f"{role}/main/") for name in stored) else "float32"
+        if dtype != config.model.dtype:
+            raise UserError(
+                f"resume = {path}: saved with model.dtype = {dtype}, but this run has {config.model.dtype}: set "
+                f"model.dtype={dtype}, or {start}"
+            )
 
 
 def checkpoint_to_resume(config: Config) -> Path | None:
