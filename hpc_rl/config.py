@@ -32,11 +32,11 @@ class ModelConfig:
 
 @_frozen
 class ParallelConfig:
-    engine: Literal["megatron", "fsdp2"] = Field("megatron", description="who trains: Megatron-core (tp, pp), or FSDP2 (all ranks data-parallel)")
     tp: int = Field(1, ge=1, description="tensor-parallel size of training")
     pp: int = Field(1, ge=1, description="pipeline-parallel size of training")
     cp: int = Field(1, ge=1, description="context-parallel size of training")
     ep: int = Field(1, ge=1, description="expert-parallel size of training")
+    engine: Literal["megatron", "fsdp2", "zero1", "zero2"] = Field("megatron", description="who trains: Megatron-core (tp, pp), or with all ranks data-parallel FSDP2 or DeepSpeed")
     sequence_parallel: bool = Field(True, description="shard activations between TP regions too (with tp > 1)")
     offload: bool = Field(False, description="training state to host memory while generating (GPU)")
     recompute: Literal["none", "full"] = Field("none", description="recompute activations in the backward pass")

@@ -95,7 +95,8 @@ def model_line(config: Config, hf_config: Mapping[str, Any], world_size: int, de
     """Model, ranks and layout, device and run directory, on one line."""
     spec, p = ModelSpec.from_hf_config(hf_config), config.parallel
     dp = world_size // (p.tp * p.pp * p.cp)
-    layout = f"{world_size} rank{'s' if world_size > 1 else ''}: tp {p.tp}, pp {p.pp}, dp {dp}"
+    engine = "" if p.engine == "megatron" else f"{p.engine}, "
+    layout = f"{world_size} rank{'s' if world_size > 1 else ''}: {engine}tp {p.tp}, pp {p.pp}, dp {dp}"
     return " | ".join(
         (
             f"Model: {spec.model_type} {human_count(spec.num_params)} parameters",

@@ -5,11 +5,17 @@ from __future__ import annotations
 from hpc_rl.config import Config, OptimizerConfig
 from hpc_rl.engine.fsdp2 import FSDP2Engine
 from hpc_rl.engine.megatron import MegatronEngine
+from hpc_rl.engine.zero import ZeroEngine
 from hpc_rl.parallel.state import ParallelState
 from hpc_rl.tensors.canonical import ModelSpec
 
-Engine = MegatronEngine | FSDP2Engine
-ENGINES: dict[str, type[MegatronEngine] | type[FSDP2Engine]] = {"megatron": MegatronEngine, "fsdp2": FSDP2Engine}
+Engine = MegatronEngine | FSDP2Engine | ZeroEngine
+ENGINES: dict[str, type[MegatronEngine] | type[FSDP2Engine] | type[ZeroEngine]] = {
+    "megatron": MegatronEngine,
+    "fsdp2": FSDP2Engine,
+    "zero1": ZeroEngine,
+    "zero2": ZeroEngine,
+}
 
 
 def make_engine(

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from hpc_rl.config import OptimizerConfig
 from hpc_rl.engine.optimizer_state import Shard
@@ -15,7 +16,7 @@ from hpc_rl.parallel.collectives import merge
 
 
 class ShardedAdamW:
-    """The verbs of `DistributedAdamW` for an engine whose gradients arrive sharded, in float32.
+    """A `CutOptimizer` for parameters whose gradients arrive as float32 DTensors, cut as they are.
 
     Args:
         params: name -> the whole parameter, whose dims decide on weight decay (norms and biases are spared).
@@ -51,21 +52,34 @@ class ShardedAdamW:
         """Optimizer steps taken."""
         return int(self.schedule.num_steps)
 
-    def gradient_norm(self, gradients: Mapping[str, Tensor]) -> float:
-        """Global L2 norm of the summed gradients, before clipping; the same on every rank. Takes them over."""
-        total = torch.zeros((), device=next(iter(self.mains.values())).device)
-        for name, main in self.mains.items():
-            main.grad = gradients[name]
-            total += main.grad.square().sum()
-        return math.sqrt(float(merge(total)))
+    def zero_grad(self) -> None:
+        for p in self.params.values():
+            p.grad = None
+
+    def backward(self, loss: Tensor, is_last: bool) -> None:
+        """Adds the gradients of a micro-batch, already summed over the ranks."""
+        loss.backward()
+
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """This rank's rows of every gradient."""
+        for name, p in self.params.items():
+            assert isinstance(p.grad, DTensor), "every parameter takes part in every micro-batch"
+            yield name, p.grad.to_local()
+
+    def gradient_norm(self) -> float:
+        """Global L2 norm of the summed gradients, before clipping; the same on every rank."""
+        squares = [gradient.square().sum() for _, gradient in self.gradients()]
+        return math.sqrt(float(merge(torch.stack(squares).sum())))
 
     @torch.no_grad()
     def step(self, norm: float) -> None:
         """Clips by ``norm`` and updates this rank's shards."""
-        if self.clip_grad > 0 and norm > self.clip_grad:
-            torch._foreach_mul_([m.grad for m in self.mains.values() if m.grad is not None], self.clip_grad / (norm + 1e-6))
+        scale = min(1.0, self.clip_grad / (norm + 1e-6)) if self.clip_grad > 0 else 1.0
+        for name, gradient in self.gradients():
+            self.mains[name].grad = gradient.mul_(scale)
         self.adamw.step()
         self.adamw.zero_grad()
+        self.zero_grad()
         for name, cast in self.casts.items():
             cast.copy_(self.mains[name])
         self.schedule.step(1)

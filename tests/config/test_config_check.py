@@ -63,6 +63,8 @@ def test_what_fits(tmp_path: Path, world_size: int, overrides: list[str]) -> Non
         ),
         (4, ["rollout.tp=3"], "rollout.tp = 3", "must divide the number of ranks, but that is 4", "1, 2 or 4"),
         (3, ["parallel.tp=3"], "parallel.tp = 3", "must divide the model's num_attention_heads = 8", "1, 2, 4 or 8"),
+        (2, ["parallel.engine=fsdp2", "parallel.tp=2"], "parallel.engine = fsdp2", "over all ranks", "set both to 1"),
+        (2, ["parallel.engine=zero1", "parallel.pp=2"], "parallel.engine = zero1", "tp*pp = 1*2", "engine=megatron"),
         (3, ["rollout.tp=3"], "rollout.tp = 3", "num_attention_heads = 8", "set rollout.tp to 1, 2, 4 or 8"),
         (
             4,

@@ -17,10 +17,10 @@ from hpc_rl.tensors.shardmap import view
 from tests.engine.reference import CLIP, LR, STEPS, WEIGHT_DECAY, Truth, batch_of, loss_of
 
 
-def config_of(micro_batch_tokens: int = 1000, **parallel: Any) -> Config:
+def config_of(micro_batch_tokens: int = 1000, dtype: Any = "float32", **parallel: Any) -> Config:
     optimizer = OptimizerConfig(lr=LR, weight_decay=WEIGHT_DECAY, clip_grad=CLIP)
     return Config(
-        model=ModelConfig(dtype="float32", config={}),
+        model=ModelConfig(dtype=dtype, config={}),
         parallel=ParallelConfig(**parallel),
         algorithm=AlgorithmConfig(micro_batch_tokens=micro_batch_tokens),
         actor=optimizer,

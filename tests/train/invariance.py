@@ -14,7 +14,7 @@ from hpc_rl.algo.step import mini_batches, policy_loss, prepare, value_loss
 from hpc_rl.algo.supervised import supervised_loss, with_weights
 from hpc_rl.batch import Batch, cumulative
 from hpc_rl.config import AlgorithmConfig, Config, ModelConfig, OptimizerConfig, ParallelConfig, RolloutConfig
-from hpc_rl.engine.megatron import MegatronEngine
+from hpc_rl.engine.make import Engine, make_engine
 from hpc_rl.engine.protocol import LossFn
 from hpc_rl.parallel import state as parallel_state
 from hpc_rl.parallel.collectives import gather_objects
@@ -168,7 +168,7 @@ class World:
         state = parallel_state.initialize(config, torch.device("cpu"))
         spec = ModelSpec.from_hf_config(MODEL)
         self.engines = {
-            role: MegatronEngine(role, spec, config, state, optimizer=GRADIENT_ONLY) for role in ("actor", "critic")
+            role: make_engine(role, spec, config, state, optimizer=GRADIENT_ONLY) for role in ("actor", "critic")
         }
         for engine in self.engines.values():
             fill(engine, initial)
@@ -202,7 +202,7 @@ def prepared(case: Case, batch: Batch, config: Config) -> tuple[Batch, LossFn]:
     return mini, value_loss(config) if case.role == "critic" else policy_loss(config, config.algorithm.kl_coef)
 
 
-def scale(engine: MegatronEngine, mini: Batch, loss_fn: LossFn) -> float:
+def scale(engine: Engine, mini: Batch, loss_fn: LossFn) -> float:
     """Sum over sequences, or pairs, of |their part of the loss|."""
     mini = mini.with_tokens(**{f"output/{name}": value for name, value in engine.forward(mini).items()})
     together, total = 2 if "pair_ids" in mini else 1, 0.0

@@ -19,6 +19,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], bool]] = {
     "dp4-order": (4, {"budget": 40}, True),
     "tp2": (2, {"tp": 2}, False),
     "pp2": (2, {"pp": 2, "budget": 40}, False),
+    "fsdp2": (3, {"engine": "fsdp2", "budget": 40}, False),
+    "zero2-order": (2, {"engine": "zero2", "budget": 40}, True),
     "tp2pp2-order": (4, {"tp": 2, "pp": 2, "budget": 60}, True),
 }
 

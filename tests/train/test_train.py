@@ -29,8 +29,9 @@ def one_rank() -> list[dict[str, float]]:
         (2, {"parallel__engine": "fsdp2"}),
         (3, {"parallel__engine": "fsdp2", "parallel__recompute": "full", "rollout__tp": 1}),
         (2, {"parallel__engine": "fsdp2", "rollout__tp": 2}),
+        (2, {"parallel__engine": "zero2"}),
     ],
-    ids=["dp4", "tp2pp2", "tp2dp2-gen-tp1", "tp4-gen-tp2", "fsdp2", "fsdp2-dp3", "fsdp2-gen-tp2"],
+    ids=["dp4", "tp2pp2", "tp2dp2-gen-tp1", "tp4-gen-tp2", "fsdp2", "fsdp2-dp3", "fsdp2-gen-tp2", "zero2"],
 )
 def test_equal_curves_at_any_layout(one_rank: list[dict[str, float]], world_size: int, parallel: dict) -> None:
     for curve in run_ranks(world_size, train, quickstart(**parallel), 3):
