@@ -133,6 +133,11 @@ def _check_algorithm(config: Config) -> None:
             f"reshard.snapshot = {config.reshard.snapshot} sends changes only, but rollout.sleep_level = 2 throws the "
             "sampler's weights away: set rollout.sleep_level=1 or 0, or reshard.snapshot=none"
         )
+    best = config.checkpoint.keep_best
+    if best is not None and best.startswith("eval/") and not config.eval.every:
+        raise UserError(
+            f"checkpoint.keep_best = {best} is a metric of evaluations, but eval.every = 0 makes none: set eval.every"
+        )
     for role, optimizer in (("actor", config.actor), ("critic", config.critic)):
         if optimizer.decay != "constant" and optimizer.min_lr > optimizer.lr:
             raise UserError(

@@ -100,6 +100,7 @@ def test_what_fits(tmp_path: Path, world_size: int, overrides: list[str]) -> Non
             "above critic.warmup_steps = 5",
             "raise",
         ),
+        (1, ["checkpoint.keep_best=eval/pass_at_1"], "eval/pass_at_1", "eval.every = 0 makes none", "set eval.every"),
         (1, ["model.config.num_hidden_layers=null"], "num_hidden_layers = None", "positive integer", "set it in"),
         (1, ["model.config.vocab_size=x"], "vocab_size = 'x'", "positive integer", "set it in"),
     ],
