@@ -40,7 +40,7 @@ class ParallelConfig:
     sequence_parallel: bool = Field(True, description="shard activations between TP regions too (with tp > 1)")
     offload: bool = Field(False, description="training state to host memory while generating (GPU)")
     recompute: Literal["none", "full"] = Field("none", description="recompute activations in the backward pass")
-    auto: bool = Field(False, description="`parallel: auto`: tp, pp, rollout.tp, offload and recompute as `hpc-rl plan` chooses them")
+    auto: bool = Field(False, description="`parallel: auto`: tp, pp, rollout.tp, offload and recompute as `hpc-rl plan` chooses them; lengths at most what the model holds")
 
 
 @_frozen
@@ -116,7 +116,7 @@ class AlgorithmConfig:
     epochs: int = Field(1, ge=1, description="passes over the step's rollouts")
     mini_batches: int = Field(1, ge=1, description="optimizer steps per pass")
     micro_batch_tokens: int = Field(16384, ge=1, description="token budget of a micro-batch per rank")
-    critic_warmup_steps: int = Field(0, ge=0, description="steps in which only the critic learns")
+    critic_warmup_steps: int = Field(0, ge=0, description="steps in which only the critic learns; fewer in a run of fewer steps")
     kl_straight_through: bool = Field(False, description="KL loss: value of its estimator, gradient of k2 (unbiased)")
     sapo_tau_positive: float = Field(1.0, gt=0, description="SAPO: gate temperature, positive advantages")
     sapo_tau_negative: float = Field(1.05, gt=0, description="SAPO: gate temperature, other advantages")

@@ -17,18 +17,21 @@ from hpc_rl.fault.phase import PHASES
 _LARGEST_DEFAULT_BLOCK = 128  # tokens of a KV cache block where vLLM chooses: on CPU; 16 on a GPU
 
 
-def cross_check(config: Config, world_size: int, hf_config: Mapping[str, Any] | None = None) -> None:
+def cross_check(
+    config: Config, world_size: int, hf_config: Mapping[str, Any] | None = None, *, reads_text: bool = True
+) -> None:
     """Refuses sizes that do not fit each other.
 
     Args:
         config: the configuration.
         world_size: number of ranks of the job.
         hf_config: values of the model's ``config.json``; None: read from ``model.path`` or ``model.config``.
+        reads_text: tokenizer and prompts are needed, which a plan does without.
 
     Raises:
         UserError: one line with the values, the rule and the fix.
     """
-    check_model_keys(config)
+    check_model_keys(config, reads_text=reads_text)
     validate(config)
     _check_layout(config, world_size)
     _check_algorithm(config)
@@ -69,8 +72,11 @@ def _one_line(error: Exception) -> str:
     return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
-def check_model_keys(config: Config) -> None:
-    """Refuses a configuration that names no model, two models, no tokenizer or no prompts. Raises UserError."""
+def check_model_keys(config: Config, *, reads_text: bool = True) -> None:
+    """Refuses a configuration that names no model, two models and, with ``reads_text``, no tokenizer or no prompts.
+
+    Raises: UserError.
+    """
     model = config.model
     if model.path is None and model.config is None:
         raise UserError("model.path and model.config are both null: set model.path to an HF directory")
@@ -79,6 +85,8 @@ def check_model_keys(config: Config) -> None:
             f"model.path = {model.path} and model.config are both set, but exactly one may be: remove model.config to "
             "load those weights, or set model.path=null for random ones"
         )
+    if not reads_text:
+        return
     if model.config is not None and model.tokenizer is None:
         raise UserError("model.tokenizer is null, but a model of model.config has none of its own: set model.tokenizer")
     if config.data.prompts is None or config.data.prompts == []:

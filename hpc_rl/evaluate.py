@@ -16,6 +16,7 @@ from hpc_rl.config import Config
 from hpc_rl.data.prompts import PromptSet
 from hpc_rl.data.tokenizer import load_tokenizer
 from hpc_rl.errors import UserError
+from hpc_rl.fault.phase import phase
 from hpc_rl.metrics.sinks import plain
 from hpc_rl.parallel import state as parallel_state
 from hpc_rl.parallel.collectives import agree, gather_objects, rank, world_size
@@ -124,8 +125,10 @@ def evaluate_model(config: Config) -> dict[str, Any]:
         raise UserError("model.path is null and there is no checkpoint: give checkpoint=DIR, or set model.path")
     sampler = build_sampler(config, parallel, tokenizer, own)
     try:
-        _load_weights(sampler, config, checkpointer, checkpoint)
-        metrics = evaluate(sampler, reward, prompts, config)
+        with phase("load"):
+            _load_weights(sampler, config, checkpointer, checkpoint)
+        with phase("eval"):
+            metrics = evaluate(sampler, reward, prompts, config)
     finally:
         checkpointer.close()
         sampler.close()

@@ -25,6 +25,7 @@ from hpc_rl.fault.local import conclude, num_oom_kills
 from hpc_rl.fault.phase import phase
 from hpc_rl.fault.report import ATTEMPT_VARIABLE, attempt_number, begin_attempt
 from hpc_rl.fault.watchdog import Watchdog, limit_of
+from hpc_rl.plan.fit import fit, notes
 from hpc_rl.run_dir import find_run_checkpoint, set_aside
 from hpc_rl.storage.lock import RunLock
 from launch.env import RankInfo, detect, finish, is_supervised, job_id, node_name
@@ -44,9 +45,10 @@ def run_train(path: Path, overrides: Sequence[str]) -> int:
     from hpc_rl.preflight import preflight
 
     info = detect()
-    config = placed(load_config(path, overrides), info)
-    for warning in check_placement(config.parallel, info.num_nodes, info.local_world_size):
-        if info.rank == 0:
+    given = load_config(path, overrides)
+    config = placed(given, info)
+    for warning in [*notes(given, config), *check_placement(config.parallel, info.num_nodes, info.local_world_size)]:
+        if info.rank == 0 and not is_supervised() and info.launcher != "local":  # said by whoever starts such ranks
             print(f"hpc-rl: warning: {warning}", file=sys.stderr)
     if info.launcher != "none":
         reporter = make_reporter(info, Path(config.run.dir), Path(config.run.dir) / "logs")
@@ -100,9 +102,9 @@ def make_reporter(info: RankInfo, run_dir: Path, log_dir: Path) -> Reporter:
 
 
 def placed(config: Config, info: RankInfo) -> Config:
-    """With ``parallel: auto`` the layout for this job's ranks and GPUs, the same on every rank; else as it is."""
+    """What `fit` leaves; with ``parallel: auto`` the layout for this job's ranks and GPUs, the same on every rank."""
     if not config.parallel.auto:
-        return config
+        return fit(config)
     from hpc_rl.plan.choose import chosen
     from hpc_rl.plan.hardware import gpu_here
 
@@ -123,20 +125,26 @@ def check_local_ranks(nproc: int) -> None:
         )
 
 
-def train_here(config: Config, reporter: Reporter) -> int:
-    """Trains on this rank; returns the exit code. A failure is recorded before anything is torn down."""
-    if config.launch.device == "cpu":  # a GPU that must not be used must not be seen: Megatron would take it
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    info = detect()
+def watched(config: Config, reporter: Reporter) -> Watchdog:
+    """The watchdog of this rank, at its post."""
     watchdog = Watchdog(
         reporter.run_dir,
         reporter.rank,
         reporter.node,
         partial(limit_of, config.fault),
-        announce=info.launcher != "local",
+        announce=detect().launcher != "local",
         is_alone=reporter.is_alone,
     )
     watchdog.start()
+    return watchdog
+
+
+def train_here(config: Config, reporter: Reporter) -> int:
+    """Trains on this rank; returns the exit code. A failure is recorded before anything is torn down."""
+    if config.launch.device == "cpu":  # a GPU that must not be used must not be seen: Megatron would take it
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    info = detect()
+    watchdog = watched(config, reporter)
     trainer: Trainer | None = None
     try:
         with reporting(reporter):
@@ -250,10 +258,13 @@ def run_eval(path: Path, overrides: Sequence[str], *, as_json: bool) -> dict[str
         if config.launch.nproc > 1:
             arguments = ["eval", str(path), *overrides, *(["--json"] if as_json else [])]
             return start_ranks(config, arguments, log_dir, log_dir)
-    with reporting(make_reporter(info, log_dir, log_dir)), phase("eval"):
+    reporter = make_reporter(info, log_dir, log_dir)
+    watchdog = watched(config, reporter)
+    with reporting(reporter):
         from hpc_rl.evaluate import evaluate_model
 
         report = evaluate_model(config)
+    watchdog.stop()
     finish(info)
     return report if info.rank == 0 else 0
 

@@ -12,6 +12,7 @@ from hpc_rl.config_check import cross_check, read_hf_config
 from hpc_rl.config_load import load_config
 from hpc_rl.errors import UserError
 from hpc_rl.fault.supervise import Supervisor
+from hpc_rl.plan.fit import fit, notes
 from hpc_rl.run_dir import set_aside
 from hpc_rl.storage.lock import RunLock
 from launch.env import Allocation, allocation
@@ -37,7 +38,8 @@ def run_supervised(path: Path, overrides: Sequence[str]) -> int:
             f"lower it, or ask Slurm for more --nodes"
         )
     placed = at_size(config, nodes, command.ranks_per_node)
-    for warning in check_placement(placed.parallel, nodes, command.ranks_per_node):
+    warnings = notes(config, placed) + check_placement(placed.parallel, nodes, command.ranks_per_node)
+    for warning in warnings:
         print(f"hpc-rl: warning: {warning}", file=sys.stderr)
     preflight(placed, nodes * command.ranks_per_node)
     if job.restart_count == 0:
@@ -63,12 +65,16 @@ def own_job() -> Allocation:
 
 
 def rank_command(config: Config, path: Path, overrides: Sequence[str], job: Allocation) -> RankCommand:
-    """Ranks and cores as the job asked for them, else as the configuration says."""
-    cpus = job.cpus_per_task or config.launch.threads
+    """Ranks and cores as the job asked for them; else one rank for each GPU of a node, which share its cores."""
+    gpus = 0 if config.launch.device == "cpu" else job.gpus_per_node or 0
+    ranks = job.tasks_per_node or gpus or config.launch.nproc
+    shared = min(job.cpus_per_node or 0, os.cpu_count() or 1)  # a test's nodes have fewer than Slurm believes
+    cpus = job.cpus_per_task or (max(shared // ranks, 1) if shared else config.launch.threads)
     threads = {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(cpus)}
     return RankCommand(
         argv=(sys.executable, "-m", "hpc_rl.cli", "train", str(path), *overrides),
-        ranks_per_node=job.tasks_per_node or config.launch.nproc,
+        ranks_per_node=ranks,
+        gpus_per_node=gpus,
         cpus_per_rank=cpus,
         env={"PYTHONUNBUFFERED": "1", **threads},
     )
@@ -85,9 +91,9 @@ def sizes(config: Config, num_nodes: int, ranks_per_node: int) -> list[int]:
 
 
 def at_size(config: Config, nodes: int, ranks_per_node: int) -> Config:
-    """With ``parallel: auto`` the layout that the ranks will choose; else as it is. Raises UserError if none fits."""
+    """As `fit` leaves it, with ``parallel: auto`` in the layout that the ranks will choose. Raises UserError if none fits."""
     if not config.parallel.auto:
-        return config
+        return fit(config)
     from hpc_rl.plan.choose import chosen
     from hpc_rl.plan.hardware import gpu_here
 

@@ -66,6 +66,8 @@ class Allocation:
     port: int  # for whatever the job's nodes must agree on without talking
     tasks_per_node: int | None = None  # where the job says so
     cpus_per_task: int | None = None
+    gpus_per_node: int | None = None  # allocated, asked for or not
+    cpus_per_node: int | None = None
     is_batch_script: bool = False  # this process is, or was started by, the job's script and no srun
 
 
@@ -80,12 +82,12 @@ def allocation(environ: Environ | None = None) -> Allocation | None:
         return None
     hosts = expand_hosts(_get(environ, "SLURM_JOB_NODELIST"))
     restarts = int(environ.get("SLURM_RESTART_COUNT", 0))
-    tasks, cpus = (
-        _int(environ, name) if name in environ else None for name in ("SLURM_NTASKS_PER_NODE", "SLURM_CPUS_PER_TASK")
-    )
+    names = ("SLURM_NTASKS_PER_NODE", "SLURM_CPUS_PER_TASK", "SLURM_GPUS_ON_NODE", "SLURM_CPUS_ON_NODE")
+    tasks, cpus, gpus, node_cpus = (_int(environ, name) if name in environ else None for name in names)
     port = slurm_port({"SLURM_STEP_ID": "0", **environ})
     is_script = "SLURM_STEP_ID" not in environ
-    return Allocation(environ["SLURM_JOB_ID"], len(hosts), hosts, restarts, port, tasks, cpus, is_script)
+    counts = {"tasks_per_node": tasks, "cpus_per_task": cpus, "gpus_per_node": gpus, "cpus_per_node": node_cpus}
+    return Allocation(environ["SLURM_JOB_ID"], len(hosts), hosts, restarts, port, **counts, is_batch_script=is_script)
 
 
 def detect(environ: Environ | None = None) -> RankInfo:

@@ -16,7 +16,7 @@ from typing import Any
 from hpc_rl.errors import RunError
 from hpc_rl.fault.report import ATTEMPT_VARIABLE
 from hpc_rl.fault.scale import Queue
-from launch.env import START_VARIABLE
+from launch.env import START_VARIABLE, allocation
 from launch.hostlist import expand_hosts
 from launch.srun_step import SrunStep
 
@@ -37,16 +37,18 @@ done
 [ -n "$(of_attempt)" ] || echo "clear $SLURMD_NODENAME"
 """
 # On another node than the batch script's, which would be lost with its node: Slurm keeps a job without its script. $0: the
-# job, $1: the script's node, $2: sizes that the job may have, as NODES:TASKS, largest first, $3: its partition, $4: a
-# file for what it says.
+# job, $1: the script's node, $2: its possible sizes, NODES:TASKS, largest first, $3: its partition, $4: a log, $5: nodes that
+# it was submitted with. A requeue waits for what still runs (KillWait), so that is killed, and an update made only if needed.
 DEPUTY = """
 exec > "$4" 2>&1
-until scontrol -o show node "$1" | grep -q State=DOWN; do sleep 5; done  # before that, the job would keep its GPUs
+until scontrol -o show node "$1" | grep -q State=DOWN; do sleep 2; done  # before that, the job would keep its GPUs
 there=$(sinfo -h -r -p "$3" -N -t idle,alloc,mix,comp -o %N | sort -u | grep -vcx "$1")
 for size in $2; do [ "${size%:*}" -gt "$there" ] || break; done
 echo "$1, where the batch script ran, is lost: requeue on ${size%:*} nodes"
 trap "" TERM
-scontrol requeue "$0" && scontrol update JobId="$0" ExcNodeList="$1" NumNodes="${size%:*}" NumTasks="${size#*:}"
+for step in $(squeue -h -s -j "$0" -o %i); do [ "$step" = "$0.$SLURM_STEP_ID" ] || scancel --signal=KILL "$step" & done; sleep 1
+scontrol requeue "$0" && [ "$there" -lt "$5" ] &&
+    scontrol update JobId="$0" ExcNodeList="$1" NumNodes="${size%:*}" NumTasks="${size#*:}"
 """
 # A running job's size may not be changed, that of one in the queue may; and a requeue ends what the script has started.
 REQUEUE = 'trap "" TERM; scontrol requeue "$0" || exit 3; for try in 1 2 3; do scontrol update JobId="$0" "$@" && exit; done'
@@ -54,12 +56,13 @@ REQUEUE = 'trap "" TERM; scontrol requeue "$0" || exit 3; for try in 1 2 3; do s
 
 @dataclass(frozen=True, slots=True)
 class RankCommand:
-    """What each rank runs, and how many of them a node has."""
+    """What each rank runs, and how many of them a node has. ``gpus_per_node``: 0 where Slurm counts none."""
 
     argv: tuple[str, ...]
     ranks_per_node: int
     cpus_per_rank: int
     env: Mapping[str, str]
+    gpus_per_node: int = 0
 
 
 class SlurmJob:
@@ -167,7 +170,8 @@ class SlurmJob:
         self.dismiss()
         if others:
             tasks = " ".join(f"{n}:{n * self._command.ranks_per_node}" for n in sorted(sizes, reverse=True))
-            script = [DEPUTY, self.job_id, here, tasks, fields["Partition"], str(self._log_dir / "deputy.log")]
+            submitted = str(job.num_nodes if (job := allocation()) else len(nodes))
+            script = [DEPUTY, self.job_id, here, tasks, fields["Partition"], str(self._log_dir / "deputy.log"), submitted]
             argv = [*_one_task(others[-1]), "bash", "-c", *script]
             quiet: dict[str, Any] = dict.fromkeys(("stdin", "stdout"), subprocess.DEVNULL)
             self._deputy = others[-1], subprocess.Popen(argv, env=_without_sizes(), **quiet)
@@ -204,18 +208,21 @@ class SlurmJob:
         return done.stdout.strip().split(";")[0]
 
     def _size(self, num_nodes: int) -> str:
-        return f"NumNodes={num_nodes} NumTasks={num_nodes * self._command.ranks_per_node}"
+        # Both ends: a job that was submitted with --nodes=1 has at most one, and an update of the least alone is refused.
+        return f"NumNodes={num_nodes}-{num_nodes} NumTasks={num_nodes * self._command.ranks_per_node}"
 
 
 def ranks_argv(command: RankCommand, nodes: Sequence[str]) -> tuple[str, ...]:
     """The srun of one attempt. ``--overlap``: a step that a lost node keeps in the books must not block the next one."""
-    sizes = {
+    sizes: dict[str, int | str] = {
         "nodes": len(nodes),
         "ntasks": len(nodes) * command.ranks_per_node,
         "ntasks-per-node": command.ranks_per_node,
         "cpus-per-task": command.cpus_per_rank,
         "nodelist": ",".join(nodes),
     }
+    if command.gpus_per_node:  # those that came with --exclusive, unasked, a step must ask for
+        sizes["gpus-per-node"] = command.gpus_per_node
     common = ("--overlap", "--kill-on-bad-exit=1", "--distribution=block", "--mpi=none", "--export=ALL", "--no-kill")
     options = (f"--{name}={value}" for name, value in sizes.items())
     return ("srun", *options, *common, sys.executable, "-S", "-c", HOLD_USR1, *command.argv)

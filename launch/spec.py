@@ -32,6 +32,7 @@ class LaunchSpec:
     gpus: bool  # one per rank
     log_dir: str
     python: str = sys.executable
+    supervisor: tuple[str, ...] = ()  # as `program`, of a batch script's own process
 
     @property
     def world_size(self) -> int:
@@ -115,6 +116,7 @@ def make_spec(config: Config, path: Path, overrides: Sequence[str], site: Site) 
         threads=config.launch.threads,
         gpus=config.launch.device != "cpu",  # a login node cannot tell what the nodes have
         log_dir=f"{config.run.dir}/logs",
+        supervisor=("-m", "hpc_rl.cli", "launch", "--supervise", str(path), "resume=auto", *overrides),
     )
 
 

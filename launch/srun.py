@@ -7,7 +7,7 @@ import shlex
 from launch.spec import LaunchSpec
 from launch.torchrun import torchrun_argv
 
-SAVE_BEFORE_S = 300  # how long before the time limit the ranks hear of it
+SAVE_BEFORE_S = 300  # how long before the time limit the supervisor hears of it
 # --mpi=none: ranks find each other through SLURM_*, so that no PMI plugin can be the wrong one.
 COMMON = ("--kill-on-bad-exit=1", "--distribution=block", "--mpi=none", "--export=ALL")
 
@@ -30,22 +30,26 @@ def _tasks(num_nodes: int, per_node: int, cpus: int) -> tuple[str, ...]:
 
 
 def sbatch_text(spec: LaunchSpec) -> str:
-    """A batch script that runs `srun_argv`."""
-    return _script(spec, f"exec {shlex.join(srun_argv(spec))}")
+    """A batch script that runs the supervisor, as slurm/*.sh do: it starts the ranks with srun, also after a requeue."""
+    options = ("--requeue", f"--signal=B:USR1@{SAVE_BEFORE_S}", "--no-kill")
+    return _script(spec, f"exec {shlex.join((spec.python, *spec.supervisor))}", options)
 
 
 def sbatch_torchrun_text(spec: LaunchSpec) -> str:
-    """A batch script that runs `srun_torchrun_argv`; the first node is known only there."""
+    """A batch script that runs `srun_torchrun_argv`; the first node is known only there.
+
+    No supervisor hears of the time limit, so the job is not put back into the queue.
+    """
     argv = srun_torchrun_argv(spec, "HEAD:29400", "JOB")
     line = shlex.join(argv).replace("HEAD:", '"$head":').replace("--rdzv-id=JOB", '--rdzv-id="$SLURM_JOB_ID"')
-    return _script(spec, f'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)\nexec {line}')
+    return _script(spec, f'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)\nexec {line}', ("--no-requeue",))
 
 
 def _quoted(value: str) -> str:
     return f'"{value}"' if " " in value else value  # sbatch knows double quotes, and no others
 
 
-def _script(spec: LaunchSpec, body: str) -> str:
+def _script(spec: LaunchSpec, body: str, more: tuple[str, ...]) -> str:
     options = [
         f"--job-name={spec.name}",
         f"--nodes={spec.num_nodes}",
@@ -54,8 +58,7 @@ def _script(spec: LaunchSpec, body: str) -> str:
         *([f"--gpus-per-node={spec.ranks_per_node}"] if spec.gpus else []),
         "--output=" + _quoted(f"{spec.log_dir}/slurm-%j.log"),
         "--open-mode=append",
-        "--requeue",
-        f"--signal=USR1@{SAVE_BEFORE_S}",
+        *more,
     ]
     head = ["#!/bin/bash", *(f"#SBATCH {option}" for option in options)]
     exports = [f"export {name}={shlex.quote(value)}" for name, value in spec.env.items()]

@@ -4,13 +4,12 @@
 # Prints a table; with --json, one object that a script can read.
 #SBATCH --job-name=bench_throughput
 #SBATCH --nodes=1
-#SBATCH --ntasks-per-node=1
-#SBATCH --cpus-per-task=64
-#SBATCH --gpus-per-node=8
-#SBATCH --mem=0
 #SBATCH --exclusive
+#SBATCH --mem=0
 #SBATCH --time=00:30:00
 #SBATCH --output=slurm-%x-%j.log
+
+# --exclusive: with all cores and GPUs of the node. Where GPUs must be asked for: SBATCH_GPUS_PER_NODE=8.
 
 # What differs between sites. Partition and account: SBATCH_PARTITION and SBATCH_ACCOUNT, or options of sbatch.
 HPC_RL=${HPC_RL:-$SLURM_SUBMIT_DIR} # the checkout
@@ -19,8 +18,9 @@ MODULES=${MODULES:-} # for example "cuda/13.0"
 
 set -euo pipefail
 for m in $MODULES; do module load "$m"; done
-export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK PYTHONUNBUFFERED=1
+export PYTHONUNBUFFERED=1
 cd "$HPC_RL"
 [ $# -gt 0 ] || set -- step
 # One task: the benchmark starts the ranks that it measures, one for each GPU of the node.
-exec srun --mpi=none "$VENV/bin/hpc-rl" bench "$@"
+exec srun --mpi=none --ntasks=1 --cpus-per-task="$SLURM_CPUS_ON_NODE" --gpus-per-node="${SLURM_GPUS_ON_NODE:-0}" \
+    "$VENV/bin/hpc-rl" bench "$@"

@@ -1,22 +1,21 @@
 #!/bin/bash
 # PPO of a 70B model: 16 nodes of 8 GPUs, actor and critic trained by Megatron-core, rollouts by vLLM.
 #   sbatch slurm/ppo_70b.sh [key=value ...]
-#   sbatch --nodes=2 slurm/ppo_70b.sh model.path=/models/other steps=2
+#   sbatch --nodes=2 slurm/ppo_70b.sh model.path=configs/quickstart/model steps=2     a trial, also without GPUs
 #   sbatch --nodes=17 slurm/ppo_70b.sh job.spares=1              one node stands by until another fails
 # Submit from the checkout. Options of sbatch win over the lines below, key=value over the configuration.
 #SBATCH --job-name=ppo_70b
 #SBATCH --nodes=16
-#SBATCH --ntasks-per-node=8
-#SBATCH --cpus-per-task=8
-#SBATCH --gpus-per-node=8
-#SBATCH --mem=0
 #SBATCH --exclusive
+#SBATCH --mem=0
 #SBATCH --time=24:00:00
 #SBATCH --signal=B:USR1@300
 #SBATCH --requeue
 #SBATCH --no-kill
 #SBATCH --open-mode=append
 #SBATCH --output=slurm-%x-%j.log
+# --exclusive: with all cores and GPUs of each node; one rank runs on each GPU (else --ntasks-per-node=N). Where GPUs must
+# be asked for: SBATCH_GPUS_PER_NODE=8.
 # USR1: the supervisor hears of the time limit, has the ranks save, and requeues the job. --no-kill: a lost node does not end it.
 
 # What differs between sites. Partition and account: SBATCH_PARTITION and SBATCH_ACCOUNT, or options of sbatch.
@@ -30,7 +29,7 @@ export NCCL_SOCKET_IFNAME=${NCCL_SOCKET_IFNAME:-} # for example ib0; empty: NCCL
 set -euo pipefail
 for m in $MODULES; do module load "$m"; done
 [ -n "$NCCL_SOCKET_IFNAME" ] || unset NCCL_SOCKET_IFNAME
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$SLURM_CPUS_PER_TASK} SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK PYTHONUNBUFFERED=1
+export PYTHONUNBUFFERED=1
 cd "$HPC_RL"
 # Starts the ranks with srun, and again after a failure: on the same nodes, with a spare one, or with fewer.
 exec "$VENV/bin/hpc-rl" launch --supervise "$CONFIG" run.dir="$RUN" resume=auto "$@"

@@ -1,21 +1,20 @@
 #!/bin/bash
 # PPO of an 8B model: one node of 8 GPUs.
 #   sbatch slurm/ppo_8b.sh [key=value ...]
-#   sbatch --nodes=2 slurm/ppo_8b.sh model.path=/models/other steps=2
+#   sbatch --nodes=2 slurm/ppo_8b.sh model.path=configs/quickstart/model steps=2     a trial, also without GPUs
 # Submit from the checkout. Options of sbatch win over the lines below, key=value over the configuration.
 #SBATCH --job-name=ppo_8b
 #SBATCH --nodes=1
-#SBATCH --ntasks-per-node=8
-#SBATCH --cpus-per-task=8
-#SBATCH --gpus-per-node=8
-#SBATCH --mem=0
 #SBATCH --exclusive
+#SBATCH --mem=0
 #SBATCH --time=12:00:00
 #SBATCH --signal=B:USR1@300
 #SBATCH --requeue
 #SBATCH --no-kill
 #SBATCH --open-mode=append
 #SBATCH --output=slurm-%x-%j.log
+# --exclusive: with all cores and GPUs of each node; one rank runs on each GPU (else --ntasks-per-node=N). Where GPUs must
+# be asked for: SBATCH_GPUS_PER_NODE=8.
 # USR1: the supervisor hears of the time limit, has the ranks save, and requeues the job. --no-kill: a lost node does not end it.
 
 # What differs between sites. Partition and account: SBATCH_PARTITION and SBATCH_ACCOUNT, or options of sbatch.
@@ -29,7 +28,7 @@ export NCCL_SOCKET_IFNAME=${NCCL_SOCKET_IFNAME:-} # for example ib0; empty: NCCL
 set -euo pipefail
 for m in $MODULES; do module load "$m"; done
 [ -n "$NCCL_SOCKET_IFNAME" ] || unset NCCL_SOCKET_IFNAME
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$SLURM_CPUS_PER_TASK} SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK PYTHONUNBUFFERED=1
+export PYTHONUNBUFFERED=1
 cd "$HPC_RL"
 # Starts the ranks with srun, and again after a failure: on the same nodes, with a spare one, or with fewer.
 exec "$VENV/bin/hpc-rl" launch --supervise "$CONFIG" run.dir="$RUN" resume=auto "$@"

@@ -20,6 +20,8 @@ from hpc_rl.tensors.canonical import ModelSpec
 from hpc_rl.tensors.cut_map import whole_shard_map
 from hpc_rl.tensors.shardmap import ShardMap
 
+BUCKET_ELEMENTS = 100_000_000  # of gradients reduced, or weights gathered, at once
+
 
 class ZeroAdamW:
     """A `CutOptimizer`: DeepSpeed's engine around a model and torch's AdamW."""
@@ -39,8 +41,9 @@ class ZeroAdamW:
             for decays in (True, False)
         ]
         adamw = torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps)
+        settings = _settings(stage, dtype, config.clip_grad, sum(p.numel() for p in params))
         self.engine, self.zero, _, _ = deepspeed.initialize(
-            model=module, optimizer=adamw, dist_init_required=False, config=_settings(stage, dtype, config.clip_grad)
+            model=module, optimizer=adamw, dist_init_required=False, config=settings
         )
         for flat in self.zero.single_partition_of_fp32_groups:
             moments = {"exp_avg": torch.zeros_like(flat), "exp_avg_sq": torch.zeros_like(flat)}
@@ -114,7 +117,7 @@ class ZeroAdamW:
             self.reload_from_parameters()  # main weights of a float32 model are a copy, and no part of the state
 
 
-def _settings(stage: int, dtype: torch.dtype, clip_grad: float) -> dict[str, Any]:
+def _settings(stage: int, dtype: torch.dtype, clip_grad: float, num_params: int) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": 1,  # counted in calls of backward: micro-batches are ours
         "gradient_accumulation_steps": 1,
@@ -122,7 +125,12 @@ def _settings(stage: int, dtype: torch.dtype, clip_grad: float) -> dict[str, Any
         "bf16": {"enabled": dtype == torch.bfloat16},
         "data_types": {"grad_accum_dtype": "fp32"},
         "communication_data_type": "fp32",
-        "zero_optimization": {"stage": stage, "overlap_comm": False},
+        "zero_optimization": {
+            "stage": stage,
+            "overlap_comm": False,
+            "reduce_bucket_size": min(num_params, BUCKET_ELEMENTS),
+            "allgather_bucket_size": min(num_params, BUCKET_ELEMENTS),
+        },
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
     }

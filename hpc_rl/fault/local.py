@@ -41,8 +41,8 @@ def conclude(
     known = {failure.rank for failure in failures}
     for rank, code, time in ended:
         if rank not in known:
-            where = _last_seen(run_dir, rank, failures)
-            silent = _without_a_word(log_dir, rank, code, time, node, where, oom_kills)
+            _, phase, step = last_place(run_dir, rank)
+            silent = _without_a_word(log_dir, rank, code, time, node, (phase, step), oom_kills)
             record(silent, run_dir)
             failures.append(silent)
     cause = first_cause(failures, world_size)
@@ -60,13 +60,6 @@ def num_oom_kills() -> int:
             if name == "oom_kill":
                 return int(value)
     return 0
-
-
-def _last_seen(run_dir: Path, rank: int, others: Sequence[Failure]) -> tuple[str, int]:
-    """(phase, step): its own last note is up to a second old, and the others, who lost it, may have been further."""
-    _, phase, step = last_place(run_dir, rank)
-    furthest = max(others, key=lambda failure: failure.step, default=None)
-    return (phase, step) if furthest is None or furthest.step <= step else (furthest.phase, furthest.step)
 
 
 def _without_a_word(

@@ -1,13 +1,13 @@
 """Which phase of which step this process is in, and when it last moved on: what a watchdog and an error report ask.
 
-Known to this process alone: no collective, no wait for a device, a few hundred nanoseconds.
+Known to this process and to who listens (`on_change`): no collective, no wait for a device.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 PHASES = ("start", "load", "generation", "reward", "scoring", "critic", "actor", "reshard", "eval", "save", "end")
@@ -22,6 +22,19 @@ class _Now:
 
 
 _now = _Now(moved_at=time.monotonic())
+_listener: Callable[[str, int], None] | None = None
+
+
+def on_change(listener: Callable[[str, int], None] | None) -> None:
+    """Has (phase, step) told to ``listener`` at each change from now on, on the thread that makes it; None: to nobody."""
+    global _listener
+    _listener = listener
+    _tell()
+
+
+def _tell() -> None:
+    if _listener is not None:
+        _listener(_now.phase, _now.step)
 
 
 @contextlib.contextmanager
@@ -31,6 +44,7 @@ def phase(name: str, step: int | None = None) -> Iterator[None]:
     outer = _now.phase, _now.step
     _now.phase, _now.moved_at = name, time.monotonic()
     _now.step = outer[1] if step is None else step
+    _tell()
     try:
         yield
     except BaseException as error:
@@ -41,6 +55,7 @@ def phase(name: str, step: int | None = None) -> Iterator[None]:
     finally:
         _now.phase, _now.step = outer
         _now.moved_at = time.monotonic()
+        _tell()
 
 
 def beat() -> None:

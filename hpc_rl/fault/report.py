@@ -18,10 +18,11 @@ from typing import Any
 
 from hpc_rl.fault.cause import first_cause
 from hpc_rl.fault.failure import EXIT_HANG, Failure, Kind
+from hpc_rl.fault.stacks import watchers_last
 
 __all__ = [
-    "ATTEMPT_VARIABLE", "EXIT_HANG", "Failure", "Kind", "attempt_number", "begin_attempt", "describe", "failures_dir",
-    "final_report", "first_cause", "last_place", "place_line", "read_failures", "record", "stack_path",
+    "ATTEMPT_VARIABLE", "EXIT_HANG", "PLACE_CHARS", "Failure", "Kind", "attempt_number", "begin_attempt", "describe",
+    "failures_dir", "final_report", "first_cause", "last_place", "place_line", "read_failures", "record", "stack_path",
 ]  # fmt: skip
 
 ATTEMPT_VARIABLE = "HPC_RL_ATTEMPT"
@@ -72,7 +73,7 @@ _said: set[tuple[int, Path]] = set()
 def read_failures(run_dir: str | Path, attempt: int | None = None) -> list[Failure]:
     """All failures that ranks of an attempt (None: this one) have left, by rank; unreadable files are passed over.
 
-    A rank that left a stack but could not say more (C code that never let go of the interpreter lock) hung.
+    A rank that left a stack but could not say more (C code that holds the interpreter lock) hung.
     """
     known, found = {field.name for field in fields(Failure)}, {}
     for path in sorted(failures_dir(run_dir, attempt).glob("*.json")):
@@ -92,14 +93,15 @@ def stack_path(run_dir: str | Path, rank: int, attempt: int | None = None) -> Pa
 
 
 def place_line(rank: int, node: str, phase: str, step: int) -> str:
-    """The first line of `stack_path`."""
-    return f"rank {rank} on {node}, {phase} of step {step}"
+    """The first line of `stack_path`, always of one length: it is written anew in place."""
+    return f"rank {rank} on {node}, {phase} of step {step}".ljust(PLACE_CHARS)
 
 
 def last_place(run_dir: str | Path, rank: int, attempt: int | None = None) -> tuple[str, str, int]:
-    """(node, phase, step) that a rank was last seen in, to about a second: of one that died without a word.
+    """(node, phase, step) that a rank has noted last: of one that died without a word.
 
-    An unknown node is empty; an unknown phase is ``start`` of step 0.
+    It notes each as it begins. What a node that is lost has noted may not have reached a file system of others. An
+    unknown node is empty; an unknown phase is ``start`` of step 0.
     """
     with contextlib.suppress(OSError), open(stack_path(run_dir, rank, attempt)) as file:
         if match := _PLACE.match(file.readline()):
@@ -107,16 +109,17 @@ def last_place(run_dir: str | Path, rank: int, attempt: int | None = None) -> tu
     return "", "start", 0
 
 
+PLACE_CHARS = 200
 _PLACE = re.compile(r"rank (\d+) on (\S*), (\w+) of step (\d+)")
-_FROM_C = "Timeout ("  # faulthandler's first word
+_FROM_C = ("Timeout (", "Current thread 0x", "Thread 0x")  # faulthandler's first words
 
 
 def _from_stack(path: Path) -> Failure | None:
-    head, *stack = path.read_text(errors="replace").splitlines() or [""]
+    head, *stack = watchers_last(path.read_text(errors="replace")).splitlines() or [""]
     match = _PLACE.match(head)
     if match is None or not stack or not stack[0].startswith(_FROM_C):
         return None
-    message = "no progress, in C code that never lets go of Python's interpreter lock, such as a regular expression"
+    message = "no progress, stuck in C code (holds the interpreter lock)"
     step, time = int(match[4]), path.stat().st_mtime
     return Failure(int(match[1]), match[2], "hang", match[3], step, message, time, tuple(stack))
 

@@ -42,13 +42,21 @@ def place_in(stack: Sequence[FrameSummary]) -> str:
     return f"{stack[-1].name} ({PurePath(stack[-1].filename).name}:{stack[-1].lineno})" if stack else "an unknown place"
 
 
-def all_stacks() -> str:
-    """Every thread's name and frames."""
-    parts = []
-    for thread in threading.enumerate():
+def all_stacks(first: threading.Thread) -> str:
+    """Every thread's name and frames: ``first``, then the others, this thread last."""
+    parts, last = [], threading.current_thread()
+    for thread in sorted(threading.enumerate(), key=lambda t: (t is not first, t is last)):
         lines = lines_of(stack_of(thread))
         parts.append(f"Thread {thread.name}:\n" + "".join(f"  {line}\n" for line in lines))
     return "\n".join(parts)
+
+
+def watchers_last(text: str) -> str:
+    """A dump of faulthandler, whose threads come youngest first: the main thread leads, the watchdog's goes last."""
+    head, *blocks = re.split(r"(?m)^(?=(?:Current thread|Thread) 0x)", text)
+    is_main = [bool(blocks) and block is blocks[-1] for block in blocks]  # the eldest
+    order = sorted(range(len(blocks)), key=lambda i: ("fault/watchdog.py" in blocks[i], not is_main[i], i))
+    return head + "\n".join(blocks[i].rstrip("\n") + "\n" for i in order)
 
 
 def collective_of(stack: Sequence[FrameSummary], on_gpu: bool = False) -> str:

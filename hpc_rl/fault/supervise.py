@@ -151,6 +151,8 @@ class Supervisor:
                 if self.job.down(nodes):
                     end = min(end, now + GRACE_S)
             if now >= end:
+                if now >= self._last_call():  # no failure of theirs, even if they have not begun
+                    self.received = self.received or signal.SIGUSR1
                 step.kill()
 
     def _hand_on_signals(self, step: Step, now: float) -> None:
@@ -194,7 +196,7 @@ class Supervisor:
 
     def _lost(self, node: str, number: int) -> Failure:
         """Of a node: the phase is that in which one of its ranks was last seen."""
-        message, phase, step = "the node does not answer", "start", 0
+        message, phase, step = "the node does not answer (the phase is the last that it noted)", "start", 0
         for path in report.failures_dir(self.run_dir, number).glob("rank_*.stack"):
             place = report.last_place(self.run_dir, int(path.stem.removeprefix("rank_")), number)
             if place[0] == node:

@@ -21,13 +21,11 @@ from hpc_rl.config import FaultConfig
 from hpc_rl.fault import phase
 from hpc_rl.fault.report import EXIT_HANG, Failure, describe, failures_dir, final_report, place_line, record, stack_path
 from hpc_rl.fault.stacks import all_stacks, collective_of, lines_of, place_in, stack_of
+from hpc_rl.fault.witness import DUMP_SIGNAL, LAST, Witness, state_of
 
 SLOW = ("start", "load", "save", "end")  # phases that report no progress of their parts
 SLOW_FACTOR = 3.0
 GRACE = 1.5  # a rank in a collective is given so many times its limit
-_LAST = (
-    1.25  # of the limit: where a rank that never lets go of the interpreter lock is ended by a thread without Python
-)
 _POLL_S = 1.0
 _NOTICE_S = 5.0  # a rank silent for so long looks whether another has reported
 
@@ -66,7 +64,8 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._has_told = False
         self._file: IO[str] | None = None
-        self._line = ""  # of the file
+        self._witness: Witness | None = None
+        self._armed_for = -1.0  # seconds: what the witness was told last
         self._old = self._reports()  # of an earlier run under the same number
 
     def start(self) -> None:
@@ -75,16 +74,26 @@ class Watchdog:
         path = stack_path(self._run_dir, self._rank)
         with contextlib.suppress(OSError):  # a disk that refuses: then without a stack from C
             path.parent.mkdir(parents=True, exist_ok=True)
+            path.with_suffix(".json").unlink(missing_ok=True)  # of an earlier run under the same number
             self._file = open(path, "w")  # noqa: SIM115  # faulthandler writes to it at the very end
+            self._file.write(place_line(self._rank, self._node, *phase.current()) + "\n")
+            self._file.flush()
+            faulthandler.register(DUMP_SIGNAL, file=self._file, all_threads=True)
+        self._witness = Witness(self._run_dir, self._rank, announce=self._announce, is_alone=self._is_alone)
+        phase.on_change(self._note)
         self._thread.start()
 
     def stop(self) -> None:
         """Ends the watch. A rank that is well leaves no file."""
         self._stop.set()
         self._thread.join(timeout=10 * _POLL_S)
+        phase.on_change(None)
         faulthandler.cancel_dump_traceback_later()
+        if self._witness is not None:
+            self._witness.stop()
         if self._file is None:
             return
+        faulthandler.unregister(DUMP_SIGNAL)
         self._file.close()
         directory = failures_dir(self._run_dir)
         with contextlib.suppress(OSError):
@@ -103,7 +112,7 @@ class Watchdog:
             name, step = phase.current()
             limit = self._limit_s(name)
             poll_s = min(_POLL_S, limit / 16) if limit > 0 else _POLL_S
-            self._note(name, step, limit)
+            self._arm(limit)
             if limit > 0:
                 self._look(name, step, limit, poll_s)
 
@@ -131,10 +140,12 @@ class Watchdog:
         self._has_told = True
         faulthandler.cancel_dump_traceback_later()
         where = f"waiting in {collective}" if collective else f"at {place_in(stack)}"
+        if state := state_of(os.getpid(), self._watched.native_id):
+            where += f", {state}"
         message = f"no progress for {silent:.0f} s, {where}"
         with contextlib.suppress(OSError):
             head = f"{place_line(self._rank, self._node, name, step)}: {message}\n\n"
-            stack_path(self._run_dir, self._rank).write_text(head + all_stacks())
+            stack_path(self._run_dir, self._rank).write_text(head + all_stacks(self._watched))
         if is_failure:
             lines = tuple(lines_of(stack))
             hang = Failure(self._rank, self._node, "hang", name, step, message, time.time(), lines, collective)
@@ -144,23 +155,21 @@ class Watchdog:
             if self._announce:
                 os.write(2, f"hpc-rl: {describe(hang)}\n".encode())
 
-    def _note(self, name: str, step: int, limit: float) -> None:
-        """Says where this rank is, and re-arms what ends it if this thread does not come back to do so.
+    def _note(self, name: str, step: int) -> None:
+        """Says where this rank is, for those who look when it is no more: a write into the page cache, no wait for it."""
+        if self._file is not None and not self._has_told:
+            with contextlib.suppress(OSError, ValueError):
+                os.pwrite(self._file.fileno(), place_line(self._rank, self._node, name, step).encode(), 0)
+        if self._witness is not None and (limit := self._limit_s(name)) != self._armed_for:
+            self._armed_for = limit
+            self._witness.alive(limit)  # else the sign of life each second is enough
 
-        That is where C code holds the interpreter lock, so that no thread of Python runs.
-        """
-        if self._file is None or self._has_told:
-            return
-        line = place_line(self._rank, self._node, name, step) + "\n"
-        with contextlib.suppress(OSError):
-            if line != self._line:
-                self._file.seek(0)
-                self._file.truncate()
-                self._file.write(line)
-                self._file.flush()
-                self._line = line
-        if limit > 0:
-            faulthandler.dump_traceback_later(limit * _LAST, exit=True, file=self._file)
+    def _arm(self, limit: float) -> None:
+        """Puts off what ends this rank if this thread does not come back to do so: C code may hold the interpreter lock."""
+        self._armed_for = limit
+        has_witness = self._witness is not None and self._witness.alive(limit)
+        if self._file is not None and limit > 0 and not has_witness and not self._has_told:
+            faulthandler.dump_traceback_later(limit * LAST, exit=True, file=self._file)
 
     def _reports(self) -> set[tuple[str, int]]:
         """The failures that other ranks have reported, each with the time of its file."""

@@ -26,6 +26,7 @@ class Cut:
     varlen: bool
     recompute: bool
     longest: int
+    fused_weights: bool = True  # Megatron's: one projection for queries, keys and values, one for gate and up
 
     @property
     def shards(self) -> int:
@@ -58,6 +59,7 @@ def cut_of(job: PlannedJob) -> Cut:
         varlen=fused and job.config.model.dtype != "float32",
         recompute=job.config.parallel.recompute == "full",
         longest=job.longest,
+        fused_weights=job.config.parallel.engine == "megatron",
     )
 
 
@@ -74,7 +76,7 @@ def layer_bytes(spec: ModelSpec, cut: Cut) -> float:
     inner = spec.intermediate_size / cut.tp
     norms = 2 * (b * hidden if cut.fused else 8 * hidden) + 8 / cut.shards
     inputs = 2 * b * hidden
-    mlp = b * inner * (3 if cut.fused else 4)
+    mlp = b * inner * (3 if cut.fused and cut.fused_weights else 4)
     return norms + inputs + _attention(spec, cut) + _qk_norm(spec, cut) + mlp
 
 
@@ -94,7 +96,9 @@ def _attention(spec: ModelSpec, cut: Cut) -> float:
 
 
 def _fused_qkv(spec: ModelSpec, cut: Cut) -> float:
-    """Width of the fused projection; all of it on every rank where there are more ranks than key heads."""
+    """Width of the projection that values are a part of; all of it on a rank where there are more ranks than key heads."""
+    if not cut.fused_weights:
+        return float(spec.num_kv_heads * spec.head_dim)
     whole = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
     return whole if spec.num_kv_heads < cut.tp else whole / cut.tp
 

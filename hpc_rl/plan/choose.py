@@ -9,11 +9,13 @@ from hpc_rl.config import Config
 from hpc_rl.errors import UserError
 from hpc_rl.plan.changes import Change, apply
 from hpc_rl.plan.estimate import estimate
+from hpc_rl.plan.fit import fit
 from hpc_rl.plan.hardware import GB, Gpu
 from hpc_rl.plan.job import PlannedJob, plan_job
 from hpc_rl.plan.memory import memory
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
+SAME = 1.02  # times the fastest: an estimate knows no better
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Choice:
 
 
 def choices(config: Config, gpu: Gpu, nodes: int, gpus_per_node: int) -> list[Choice]:
-    """All layouts that fit, best first: by estimated seconds of a step, then the least cut model.
+    """All layouts that fit, best first: by estimated seconds of a step; of those as good as the fastest, the least cut.
 
     tp, pp, recompute, offload and, unless the config sets it, rollout.tp are tried; cp and ep stay as given.
 
@@ -66,7 +68,8 @@ def choices(config: Config, gpu: Gpu, nodes: int, gpus_per_node: int) -> list[Ch
         elif nearest is None or result.peak.nbytes < nearest[0]:
             nearest = (result.peak.nbytes, change)
     if found:
-        return sorted(found, key=_rank)
+        fastest = min(choice.step_s or 0.0 for choice in found)
+        return sorted(found, key=lambda choice: _rank(choice, fastest))
     if nearest is None:
         assert error is not None, "one candidate there always is"
         raise error
@@ -77,14 +80,16 @@ def choices(config: Config, gpu: Gpu, nodes: int, gpus_per_node: int) -> list[Ch
 
 
 def chosen(config: Config, gpu: Gpu, nodes: int, gpus_per_node: int) -> Config:
-    """``config`` itself, or with ``parallel.auto`` the best of `choices`. Raises UserError."""
+    """``config`` as `fit` leaves it, with ``parallel.auto`` the best of `choices`. Raises UserError."""
+    config = fit(config)
     return choices(config, gpu, nodes, gpus_per_node)[0].config if config.parallel.auto else config
 
 
-def _rank(choice: Choice) -> tuple[float, int, int, int, int, float]:
+def _rank(choice: Choice, fastest: float) -> tuple[float, int, int, int, int, float]:
     p = choice.config.parallel
     slow = (p.recompute == "full") + p.offload
-    return (choice.step_s or 0.0, p.tp * p.pp, p.pp, choice.config.rollout.tp or 1, slow, choice.peak_gb)
+    step_s = max(choice.step_s or 0.0, SAME * fastest)
+    return (step_s, p.tp * p.pp, p.pp, choice.config.rollout.tp or 1, slow, choice.peak_gb)
 
 
 def _candidates(config: Config, nodes: int, gpus_per_node: int) -> Iterator[Change]:

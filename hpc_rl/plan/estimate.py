@@ -63,7 +63,19 @@ def _pass_s(job: PlannedJob, spec: ModelSpec, factor: float, share: float) -> fl
     layers = spec.num_layers / layout.pp
     communication = factor * tokens / layout.dp * layers * moved / (gpu.link_gb_s * 1e9 * LINK_SHARE) / 2
     waiting = bubble(layout.pp, micro_batch_count(job))
-    return (arithmetic + communication) / (1 - waiting)
+    # FSDP2 gathers and reduces layers while others compute: the longer of the two counts.
+    return max((arithmetic + communication) / (1 - waiting), _gathers_s(job, spec, trains=factor > 1.0))
+
+
+def _gathers_s(job: PlannedJob, spec: ModelSpec, trains: bool) -> float:
+    """FSDP2's traffic of one pass: weights gathered for each micro-batch (again for its backward), gradients summed."""
+    gpu, ranks = job.gpu, job.layout.world_size
+    if job.config.parallel.engine != "fsdp2":
+        return 0.0
+    assert gpu.link_gb_s is not None and gpu.network_gb_s is not None
+    moved = spec.num_params * (ranks - 1) / ranks * ((2 * job.item_bytes + 4) if trains else job.item_bytes)
+    link = gpu.link_gb_s if ranks <= job.gpus_per_node else gpu.network_gb_s
+    return micro_batch_count(job) * job.mini_batches * moved / (link * 1e9 * LINK_SHARE)
 
 
 def _optimizer_s(job: PlannedJob, role: str) -> float:
@@ -71,6 +83,8 @@ def _optimizer_s(job: PlannedJob, role: str) -> float:
     gpu, dp = job.gpu, job.layout.dp
     assert gpu.memory_gb_s is not None and gpu.network_gb_s is not None and gpu.link_gb_s is not None
     held = static_bytes(job, role, 0)
+    if job.config.parallel.engine == "fsdp2":  # its traffic is a part of the passes
+        return (2 * held.gradients + 2 * held.optimizer + held.weights) / (gpu.memory_gb_s * 1e9 * MEMORY_SHARE)
     link = gpu.link_gb_s if job.layout.tp * dp <= job.gpus_per_node else gpu.network_gb_s
     moved = (held.gradients + held.weights) * (dp - 1) / dp
     touched = 2 * held.gradients + 2 * held.optimizer + held.weights

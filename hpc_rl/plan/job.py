@@ -129,7 +129,7 @@ def plan_job(config: Config, gpu: Gpu, nodes: int, gpus_per_node: int) -> Planne
     """The job of ``config`` on that many GPUs.
 
     Raises:
-        UserError: all that a run would refuse before it builds a model, prompts and weights apart.
+        UserError: all that a run would refuse before it builds a model, tokenizer, prompts and weights apart.
     """
     for option, value in (("--nodes", nodes), ("--gpus-per-node", gpus_per_node)):
         if value < 1:
@@ -137,7 +137,7 @@ def plan_job(config: Config, gpu: Gpu, nodes: int, gpus_per_node: int) -> Planne
     world_size, parallel = nodes * gpus_per_node, config.parallel
     path = config.model.path
     hf_config = read_hf_config(config) if path is None else model_config("model.path", path)
-    cross_check(config, world_size, hf_config)
+    cross_check(config, world_size, hf_config, reads_text=False)
     layout = Layout(world_size, tp=parallel.tp, pp=parallel.pp, cp=parallel.cp, ep=parallel.ep)
     model, goal = ModelSpec.from_hf_config(hf_config), registry.objective(config.algorithm.name)
     if goal is None:

@@ -10,7 +10,7 @@ from hpc_rl.plan.generation import Generation, generation_memory
 from hpc_rl.plan.hardware import GB
 from hpc_rl.plan.job import PlannedJob
 from hpc_rl.plan.schedule import micro_batch_count
-from hpc_rl.plan.static import static_bytes
+from hpc_rl.plan.static import passing_bytes, static_bytes
 
 CONTEXT_BYTES = 0.7 * GB  # CUDA context and libraries
 NCCL_BYTES = 1.0 * GB  # communicators of all groups
@@ -149,14 +149,16 @@ def _training(job: PlannedJob, generation: Generation, stage: int) -> Parts:
 def _scoring(job: PlannedJob, generation: Generation, stage: int) -> Parts:
     tokens, cut = job.micro_batch_tokens(job.num_sequences), cut_of(job)
     forward = max(forward_bytes(spec, cut, stage_of(job, spec, stage), tokens) for spec in job.scored.values())
-    return _training(job, generation, stage) | {"activations": forward}
+    passing = max(passing_bytes(job, spec, trains=False) for spec in job.scored.values())
+    return _training(job, generation, stage) | {"activations": forward, "gathered weights": passing}
 
 
 def _update(job: PlannedJob, generation: Generation, stage: int, role: str) -> Parts:
     spec, tokens = job.trained[role], job.micro_batch_tokens(job.mini_batch_sequences)
     in_flight = min(micro_batch_count(job), job.layout.pp - stage)  # 1F1B
     saved, beside = training_bytes(spec, cut_of(job), stage_of(job, spec, stage), tokens, in_flight)
-    return _training(job, generation, stage) | {"activations": saved, "temporaries": beside}
+    passing = passing_bytes(job, spec, trains=True)
+    return _training(job, generation, stage) | {"activations": saved, "temporaries": beside, "gathered weights": passing}
 
 
 def _reshard(job: PlannedJob, generation: Generation, stage: int) -> Parts:

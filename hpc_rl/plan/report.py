@@ -10,6 +10,7 @@ from hpc_rl.config_load import load_config
 from hpc_rl.plan.changes import suggest
 from hpc_rl.plan.choose import Choice, job_of
 from hpc_rl.plan.estimate import estimate
+from hpc_rl.plan.fit import fit, notes
 from hpc_rl.plan.hardware import GB, find_gpu
 from hpc_rl.plan.job import PlannedJob
 from hpc_rl.plan.memory import FRAGMENTATION, Memory, Phase, host_bytes_per_node, memory
@@ -40,8 +41,10 @@ def plan(
     """
     config = load_config(path, overrides)
     device = find_gpu(gpu, gpu_memory_gb, config.launch.device)
-    job, rows = job_of(config, device, nodes or config.launch.nodes or 1, gpus_per_node or config.launch.nproc)
+    fitted = fit(config)
+    job, rows = job_of(fitted, device, nodes or config.launch.nodes or 1, gpus_per_node or config.launch.nproc)
     report = report_of(job)
+    report["warnings"] = notes(config, fitted) + report["warnings"]
     if rows:
         report["chosen"], report["alternatives"] = rows[0].row(), [row.row() for row in _distinct(rows)[:MAX_ROWS]]
     return job, report

@@ -7,16 +7,16 @@ from typing import Any
 from hpc_rl.parallel.layout import replica_of
 from hpc_rl.plan.hardware import GB
 from hpc_rl.plan.job import PlannedJob
+from hpc_rl.plan.static import training_map
 from hpc_rl.reshard.messages import share_bytes
 from hpc_rl.reshard.plan import Plan, make_plan
-from hpc_rl.tensors.megatron_map import megatron_shard_map
 from hpc_rl.tensors.vllm_map import vllm_shard_map
 
 
 def reshard_plan(job: PlannedJob) -> Plan:
     """The transfers of every sync, from maps worked out without the engines."""
     dtype, tp, ranks = job.config.model.dtype, job.generation_tp, range(job.layout.world_size)
-    sources = [megatron_shard_map(job.model, job.layout, r, dtype=dtype) for r in ranks]
+    sources = [training_map(job, job.model, r) for r in ranks]
     targets = [vllm_shard_map(job.model, tp, replica_of(r, tp, job.layout.tp)[1], dtype) for r in ranks]
     return make_plan(sources, targets, node_size=job.gpus_per_node)
 

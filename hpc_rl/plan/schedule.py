@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 from hpc_rl.data.packing import micro_batches, partition
@@ -10,9 +11,13 @@ from hpc_rl.plan.job import PlannedJob
 
 def _count(job: PlannedJob, num_sequences: int) -> int:
     """Micro-batches of each DP rank when that many sequences of full length are dealt as the engine deals them."""
-    lengths = [job.longest] * num_sequences
-    packed = micro_batches(lengths, partition(lengths, job.layout.dp), job.config.algorithm.micro_batch_tokens)
-    return len(packed[0])
+    return _packed(job.longest, num_sequences, job.layout.dp, job.config.algorithm.micro_batch_tokens)
+
+
+@cache  # `parallel: auto` asks for each layout again and again
+def _packed(length: int, num_sequences: int, dp: int, token_budget: int) -> int:
+    lengths = [length] * num_sequences
+    return len(micro_batches(lengths, partition(lengths, dp), token_budget)[0])
 
 
 def micro_batch_count(job: PlannedJob) -> int:

@@ -69,6 +69,8 @@ def _as_rank(job: PlannedJob, rank: int) -> Iterator[Any]:
 
 
 def _build(job: PlannedJob, spec: ModelSpec, role: str, state: Any) -> dict[str, torch.nn.Parameter]:
+    if job.config.parallel.engine != "megatron":
+        return _build_whole(spec, role)
     from hpc_rl.engine.megatron_model import PackedGPT, transformer_config
     from hpc_rl.parallel.megatron_cpu import cuda_as_cpu
     from hpc_rl.tensors.megatron_map import padded_vocab_size
@@ -79,10 +81,21 @@ def _build(job: PlannedJob, spec: ModelSpec, role: str, state: Any) -> dict[str,
     return dict(model.named_parameters())
 
 
+def _build_whole(spec: ModelSpec, role: str) -> dict[str, torch.nn.Parameter]:
+    """The model that FSDP2 and DeepSpeed cut."""
+    from hpc_rl.engine.dense import DenseLM
+
+    with META:
+        return dict(DenseLM(spec, role, torch.bfloat16).named_parameters())
+
+
 def _compare(
     job: PlannedJob, spec: ModelSpec, rank: int, role: str, parameters: Mapping[str, torch.nn.Parameter]
 ) -> None:
     """Raises UserError where the model differs from the shard map, or from the sizes that memory is planned with."""
+    if job.config.parallel.engine != "megatron":
+        _compare_whole(spec, rank, role, parameters)
+        return
     shard_map = megatron_shard_map(spec, job.layout, rank)
     where = f"rank {rank}, {role}: the plan differs from Megatron-core's model: "
     numels = {name: p.numel() for name, p in parameters.items()}
@@ -96,6 +109,17 @@ def _compare(
     planned = stage_numels(spec, job.layout, job.layout.coords(rank).pp)
     if sorted(planned) != sorted(numels.values()):
         raise UserError(f"{where}it holds {sum(numels.values())} elements, planned are {sum(planned)}")
+
+
+def _compare_whole(spec: ModelSpec, rank: int, role: str, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+    shapes = {name: tuple(p.shape) for name, p in parameters.items()}
+    planned = {name: tuple(shape) for name, shape in spec.tensors().items()}
+    for name in sorted(shapes.keys() | planned.keys()):
+        if shapes.get(name) != planned.get(name):
+            raise UserError(
+                f"rank {rank}, {role}: the plan differs from the engine's model: {name} is {shapes.get(name)}, planned is "
+                f"{planned.get(name)}"
+            )
 
 
 def _row_strides(shard_map: ShardMap) -> dict[str, set[int]]:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import re
+import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -56,3 +60,48 @@ def never_lets_go_of_the_lock(run_dir: Path) -> None:
     with phase("reward", 2):
         time.sleep(0.5)
         re.match(r"(a+)+$", "a" * 60 + "b")
+
+
+def waits_in_the_kernel(run_dir: Path, holds_lock: bool) -> None:
+    join(run_dir, 0)
+    library = (ctypes.PyDLL if holds_lock else ctypes.CDLL)(str(run_dir / "wait.so"))
+    with phase("save", 4):
+        library.wait_in_kernel()
+
+
+def killed_as_a_phase_begins(run_dir: Path) -> None:
+    join(run_dir, 0)
+    with phase("scoring", 12), phase("critic"):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def seconds_per_phase(run_dir: Path) -> tuple[float, float]:
+    """With a watchdog that notes it, and without."""
+    watchdog = join(run_dir, 0)
+    noted = _seconds_per_phase()
+    watchdog.stop()
+    return noted, _seconds_per_phase()
+
+
+def _seconds_per_phase() -> float:
+    """Of this thread's own time: the machine may be busy."""
+    begin = time.thread_time()
+    for step in range(1000):
+        with phase("reward", step):
+            pass
+    return (time.thread_time() - begin) / 1000
+
+
+def suspended_with_its_witness(run_dir: Path) -> str:
+    """Both are stopped for much longer than the limit; another process wakes them."""
+    watchdog = join(run_dir, 0)
+    assert watchdog._witness is not None and watchdog._witness._process is not None
+    witness = watchdog._witness._process.pid
+    wake = f"sleep 12; kill -CONT {os.getpid()} {witness}"
+    subprocess.Popen(["sh", "-c", wake])
+    os.kill(witness, signal.SIGSTOP)
+    os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(LIMIT_S / 2)
+    beat()
+    watchdog.stop()
+    return "went on"

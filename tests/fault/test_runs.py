@@ -14,19 +14,23 @@ from tests.cli.command import QUICKSTART, hpc_rl
 
 pytestmark = pytest.mark.xdist_group("fault")
 REWARD = """
-import asyncio, os, signal, time
+import asyncio, os, re, signal, time
 
 calls = 0
 
 def score(prompt, response, fields, how=""):
     global calls
     calls += 1
-    if os.environ["RANK"] == "1" and calls > 20:  # 16 samples a step on each of two ranks
+    is_last = int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
+    if is_last and calls > 20:  # 16 samples a step on each of two ranks
         if how == "hang":
             time.sleep(600)
-        if how == "kill":
-            time.sleep(1.2)
+        if how == "kill":  # at once: the phase is noted as it begins
             os.kill(os.getpid(), signal.SIGKILL)
+        if how == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if how == "lock":
+            re.match(r"(a+)+$", "a" * 60 + "b")
         if how == "raise":
             raise asyncio.CancelledError("boom")  # no Exception, so no reward's policy deals with it
     return float(response == fields["answer"])
@@ -58,6 +62,27 @@ def test_a_rank_hangs(tmp_path: Path) -> None:
     (other,) = written["others"]
     assert (other["rank"], other["kind"]) == (0, "hang")
     assert other["collective"].startswith("all_gather_object from _draw (collect.py:")
+
+
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        ("stop", "the process is stopped (SIGSTOP or a debugger)"),
+        ("lock", "stuck in C code (holds the interpreter lock), at "),
+    ],
+)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_rank_that_cannot_say_why_it_hangs(how: str, why: str, ranks: int, tmp_path: Path) -> None:
+    """None of its threads runs; that of two ranks the other one waits for it must not become the cause."""
+    limits = "fault.phase_timeout_s={reward: 3, generation: 3}"
+    done = train(tmp_path, f"reward.kwargs={{how: {how}}}", limits, f"launch.nproc={ranks}")
+    assert done.returncode, done.stderr
+    assert f" hung in reward of step {1 if ranks == 1 else 2}: no progress" in done.stderr and why in done.stderr, done.stderr
+    written = report(tmp_path)
+    assert (written["rank"], written["kind"], written["phase"]) == (ranks - 1, "hang", "reward")
+    assert why in written["message"]
+    if how == "lock":
+        assert "in score" in " ".join(written["stack"][:16]), "the thread that hangs leads"
 
 
 def test_a_rank_is_killed(tmp_path: Path) -> None:
@@ -105,3 +130,14 @@ def test_what_only_the_ranks_can_find_wrong_is_one_line(override: str, named: st
     assert done.stderr.startswith(f"hpc-rl: {named}") and done.stderr.count("\n") == 1, done.stderr
     assert done.returncode == 2
     assert report(tmp_path)["kind"] == "user"
+
+
+@pytest.mark.parametrize("how", ["hang", "lock"])
+def test_an_evaluation_that_hangs(how: str, tmp_path: Path) -> None:
+    (tmp_path / "bad.py").write_text(REWARD)
+    usual = ["run.dir=run", "reward.function=bad:score", f"reward.kwargs={{how: {how}}}", "launch.nproc=1"]
+    limits = "fault.phase_timeout_s={reward: 2, eval: 2}"
+    done = hpc_rl("eval", QUICKSTART, *usual, limits, cwd=tmp_path, python_path=tmp_path, timeout_s=120)
+    assert done.returncode and " hung in " in done.stderr, done.stderr
+    written = json.loads((tmp_path / "run/logs/eval/failure.json").read_text())
+    assert (written["rank"], written["kind"]) == (0, "hang") and written["phase"] in ("eval", "reward")

@@ -41,14 +41,15 @@ class Cluster:
     env: dict[str, str]
     dir: Path
 
-    def run(self, *argv: str | Path, timeout_s: float = 400.0, **env: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [str(a) for a in argv], env=self.env | env, capture_output=True, text=True, timeout=timeout_s, check=False
-        )
+    def run(
+        self, *argv: str | Path, timeout_s: float = 400.0, cwd: Path | None = None, **env: str
+    ) -> subprocess.CompletedProcess[str]:
+        words, env = [str(a) for a in argv], self.env | env
+        return subprocess.run(words, env=env, cwd=cwd, capture_output=True, text=True, timeout=timeout_s, check=False)
 
-    def sbatch(self, *argv: str | Path, **env: str) -> str:
+    def sbatch(self, *argv: str | Path, cwd: Path | None = None, **env: str) -> str:
         """Submits; returns the job's id."""
-        done = self.run("sbatch", "--parsable", *argv, **env)
+        done = self.run("sbatch", "--parsable", *argv, cwd=cwd, **env)
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
 
@@ -98,12 +99,12 @@ def cluster() -> Iterator[Cluster]:
 
 @contextlib.contextmanager
 def local_cluster() -> Iterator[Cluster]:
-    """Four nodes of 64 declared CPUs and 8 declared GPUs."""
+    """Four nodes of 64 declared CPUs and one declared GPU, so that jobs have one rank a node."""
     state = Path(tempfile.mkdtemp(prefix="hs", dir="/tmp"))  # short: it holds unix sockets
     env = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "PYTEST_XDIST"))}
     env |= {"HPCRL_SLURM_DIR": str(state / "s"), "HPCRL_SLURM_PORT": str(_free_port(8)), "PATH": PATH}
     env |= {"SLURM_CONF": f"{state}/s/etc/slurm.conf", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    env |= mpi_env()
+    env |= mpi_env() | {"HPCRL_SLURM_GPUS": "1"}
     here = Cluster(env, state / "s")
     # Reads until this process ends, however it does: daemons must not outlive a killed test run.
     down = 'read -r _; bash "$0" down; rm -rf "$1"'

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import signal
 import socket
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,7 @@ import pytest
 from launch.env import slurm_port
 from launch.mpi import mpirun_argv
 from launch.spec import LaunchSpec
-from launch.srun import sbatch_text, sbatch_torchrun_text
+from launch.srun import sbatch_torchrun_text
 from tests.launch.cluster import PYTHON, ROOT, Cluster, missing_programs, mpich_env, wait_until
 
 pytestmark = pytest.mark.slurm
@@ -64,18 +64,31 @@ def spec_for(out: Path, num_nodes: int, ranks_per_node: int) -> LaunchSpec:
     return LaunchSpec("hello", (str(HELLO), str(out)), num_nodes, ranks_per_node, 1, True, str(out), PYTHON)
 
 
-@pytest.mark.parametrize(("launcher", "text"), [("srun", sbatch_text), ("torchrun", sbatch_torchrun_text)])
-def test_batch_script_of_hpc_rl_launch(
-    cluster: Cluster, tmp_path: Path, launcher: str, text: Callable[[LaunchSpec], str]
-) -> None:
-    """The text that `hpc-rl launch` hands to sbatch, on two nodes of two ranks."""
-    (tmp_path / "job.sh").write_text(text(spec_for(tmp_path, 2, 2)))
+def test_batch_script_of_torchrun(cluster: Cluster, tmp_path: Path) -> None:
+    """The text that `hpc-rl launch --launcher torchrun` hands to sbatch, on two nodes of two ranks."""
+    spec = dataclasses.replace(spec_for(tmp_path, 2, 2), gpus=False)
+    (tmp_path / "job.sh").write_text(sbatch_torchrun_text(spec))
     job = cluster.sbatch("-w", "node[1-2]", tmp_path / "job.sh")
     assert cluster.wait(job) == "COMPLETED", (tmp_path / f"slurm-{job}.log").read_text()
-    hosts = ["node1", "node2"]
-    if launcher == "torchrun":  # its agents number the nodes as they come
-        hosts.sort(key=json.loads((tmp_path / "rank_0.json").read_text())["master_addr"].__ne__)
-    check_world(tmp_path, hosts, 2, launcher)
+    hosts = ["node1", "node2"]  # its agents number the nodes as they come
+    hosts.sort(key=json.loads((tmp_path / "rank_0.json").read_text())["master_addr"].__ne__)
+    check_world(tmp_path, hosts, 2, "torchrun")
+
+
+@pytest.mark.slow
+def test_batch_script_of_srun_goes_on_after_a_requeue(cluster: Cluster, tmp_path: Path) -> None:
+    """The real `hpc-rl launch --launcher srun`, told of its time limit in the first step."""
+    run = tmp_path / "run"
+    words = ("configs/quickstart.yaml", f"run.dir={run}", "launch.nodes=2", "launch.nproc=1", "steps=2")
+    done = cluster.run(PYTHON, "-m", "hpc_rl.cli", "launch", "--launcher", "srun", *words, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    job = done.stdout.split()[-1]  # Submitted batch job 7
+    log = run / "logs" / f"slurm-{job}.log"
+    wait_until(lambda: log.exists() and "Supervisor: attempt 0" in log.read_text())
+    cluster.run("scancel", "--batch", "--signal=USR1", job)
+    assert cluster.wait(job) == "COMPLETED", log.read_text()
+    slices = json.loads((run / "slices.json").read_text())["slices"]
+    assert [(s["restart"], s["began_at"]) for s in slices] == [(0, 0), (1, 1)], log.read_text()
 
 
 @pytest.mark.mpi

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
+from hpc_rl.config_load import load_config
 from hpc_rl.errors import UserError
-from hpc_rl.supervised_job import chain_args, run_supervised
+from hpc_rl.supervised_job import chain_args, rank_command, run_supervised
+from launch.env import allocation
 from launch.slurm_job import RankCommand, chain_argv, parse_fields, parse_time, ranks_argv
 from launch.srun_step import TaskError, parse_error
 
@@ -21,6 +24,32 @@ def test_ranks_argv_names_the_nodes() -> None:
     argv = ranks_argv(RankCommand(("python", "-m", "x"), 8, 4, {}), ("a", "c"))
     assert {"--nodes=2", "--ntasks=16", "--ntasks-per-node=8", "--cpus-per-task=4", "--nodelist=a,c"} < set(argv)
     assert argv[-3:] == ("python", "-m", "x")
+
+
+    assert not any("gpus" in word for word in argv)
+    assert "--gpus-per-node=8" in ranks_argv(RankCommand(("python",), 8, 4, {}, 8), ("a",))
+
+
+IN_JOB = {"SLURM_JOB_ID": "12", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_GPUS_ON_NODE": "4", "SLURM_CPUS_ON_NODE": "2"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "override", "expected"),  # ranks, GPUs and cores of a rank
+    [
+        ({}, "steps=2", (4, 4, 1)),
+        ({"SLURM_NTASKS_PER_NODE": "2", "SLURM_CPUS_PER_TASK": "6"}, "steps=2", (2, 4, 6)),
+        ({}, "launch.device=cpu", (8, 0, 1)),
+        ({"SLURM_GPUS_ON_NODE": "1"}, "steps=2", (1, 1, min(2, os.cpu_count() or 1))),
+    ],
+)
+def test_ranks_of_a_node_are_those_of_the_allocation(
+    environ: dict[str, str], override: str, expected: tuple[int, int, int]
+) -> None:
+    job = allocation(IN_JOB | environ)
+    assert job is not None
+    config = load_config("configs/ppo_70b.yaml", [override])
+    command = rank_command(config, Path("configs/ppo_70b.yaml"), [override], job)
+    assert (command.ranks_per_node, command.gpus_per_node, command.cpus_per_rank) == expected
 
 
 def test_chained_job_is_like_this_one() -> None:

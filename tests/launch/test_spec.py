@@ -13,7 +13,8 @@ from launch.env import Allocation
 from launch.spec import LaunchSpec, Site, check_placement, choose, make_command, make_spec
 
 PROGRAM = ("-m", "hpc_rl.cli", "train", "c.yaml", "run.dir=my runs/a")
-SPEC = LaunchSpec("ppo", PROGRAM, 2, 8, 4, True, "my runs/a/logs", "/v/bin/python")
+SUPERVISOR = ("-m", "hpc_rl.cli", "launch", "--supervise", "c.yaml", "resume=auto", "run.dir=my runs/a")
+SPEC = LaunchSpec("ppo", PROGRAM, 2, 8, 4, True, "my runs/a/logs", "/v/bin/python", SUPERVISOR)
 JOB = Allocation("77", 2, ("n1", "n2"), 0, 19697)
 BARE = Site(frozenset({"mpirun"}), "openmpi", None, "")
 SLURM = Site(frozenset({"srun", "sbatch"}), "", None, "")
@@ -43,12 +44,19 @@ def test_srun_outside_a_job_is_a_batch_script() -> None:
         '#SBATCH --output="my runs/a/logs/slurm-%j.log"\n'
         "#SBATCH --open-mode=append\n"
         "#SBATCH --requeue\n"
-        "#SBATCH --signal=USR1@300\n"
+        "#SBATCH --signal=B:USR1@300\n"
+        "#SBATCH --no-kill\n"
         "# Partition, account and time limit: SBATCH_PARTITION, SBATCH_ACCOUNT, SBATCH_TIMELIMIT\n"
         "export OMP_NUM_THREADS=4\n"
         "export PYTHONUNBUFFERED=1\n"
-        f"exec srun --nodes=2 --ntasks=16 --ntasks-per-node=8 --cpus-per-task=4 {SRUN}{TRAIN}\n"
+        "exec /v/bin/python -m hpc_rl.cli launch --supervise c.yaml resume=auto 'run.dir=my runs/a'\n"
     )
+
+
+def test_torchrun_outside_a_job_is_a_batch_script_that_is_not_requeued() -> None:
+    """Nobody there would hear of the time limit, and the ranks would begin at step 1."""
+    text = make_command("torchrun", SPEC, SLURM).text()
+    assert "#SBATCH --no-requeue\n" in text and "--signal" not in text and "--requeue" not in text
 
 
 def test_no_gpus_are_asked_for_on_cpu() -> None:
@@ -111,6 +119,7 @@ def test_sizes_come_from_the_config() -> None:
     spec = make_spec(config, Path("c.yaml"), ["steps=2"], IN_JOB)
     assert (spec.num_nodes, spec.ranks_per_node, spec.threads, spec.gpus) == (2, 4, 2, False)
     assert spec.program == ("-m", "hpc_rl.cli", "train", "c.yaml", "steps=2")
+    assert spec.supervisor == ("-m", "hpc_rl.cli", "launch", "--supervise", "c.yaml", "resume=auto", "steps=2")
     assert make_spec(config, Path("c.yaml"), [], BARE).num_nodes == 1
 
 

@@ -15,8 +15,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from hpc_rl.batch import Batch, cumulative
 from hpc_rl.config import Config
+from hpc_rl.engine.data_parallel import DataParallelEngine
 from hpc_rl.engine.head import token_log_probs
-from hpc_rl.engine.megatron import MegatronEngine
+from hpc_rl.engine.make import Engine, make_engine
 from hpc_rl.parallel import state as parallel_state
 from hpc_rl.parallel.collectives import gather_objects
 from hpc_rl.parallel.state import ParallelState
@@ -24,13 +25,13 @@ from hpc_rl.storage.plan import holding, plan
 from hpc_rl.tensors.canonical import ModelSpec
 
 
-def engine_of(role: str, config: Config, state: ParallelState) -> MegatronEngine:
+def engine_of(role: str, config: Config, state: ParallelState) -> Engine:
     """An engine with random weights; its norms are ones."""
     optimizer = None if role == "reference" else config.actor
     spec = ModelSpec.from_hf_config(config.model.config or {})
-    engine = MegatronEngine(role, spec, config, state, optimizer=optimizer)
+    engine = make_engine(role, spec, config, state, optimizer=optimizer)
     with torch.no_grad():
-        for parameter in engine.module.parameters():
+        for parameter in engine.shard_map()[1].values():
             parameter.normal_(0, 0.02) if parameter.dim() > 1 else parameter.fill_(1.0)
     engine.parameters_changed()
     return engine
@@ -65,7 +66,7 @@ def with_model(config: Config, **changes: int) -> Config:
     return replace(config, model=replace(config.model, config={**(config.model.config or {}), **changes}))
 
 
-def train_once(engine: MegatronEngine) -> None:
+def train_once(engine: Engine) -> None:
     """One step on a few tokens, of an engine that learns."""
     if engine.optimizer is not None:
         engine.train_batch(batch_of(2 * engine.parallel.layout.dp, 8, engine.spec.vocab_size), loss)
@@ -84,9 +85,12 @@ def held(config: Config, role: str) -> dict[str, int]:
     train_once(engine_of(role, with_model(config, num_hidden_layers=2, vocab_size=256), state))  # loads libraries
     before = process_bytes()
     engine = engine_of(role, config, state)
-    out = {"pp": state.pp_rank, "weights": storages(engine.module.parameters()), "gradients": 0, "optimizer": 0}
-    train_once(engine)
-    if engine.optimizer is not None:
+    out = {"pp": state.pp_rank, "weights": storages(engine.shard_map()[1].values()), "gradients": 0, "optimizer": 0}
+    if isinstance(engine, DataParallelEngine) and engine.optimizer is not None:
+        out |= held_by_cut_optimizer(engine)
+    else:
+        train_once(engine)
+    if engine.optimizer is not None and not isinstance(engine, DataParallelEngine):
         out["gradients"] = storages(buffer.grad_data for buffer in engine._model.buffers)  # type: ignore[union-attr]
         weights = {p.untyped_storage().data_ptr() for p in engine.module.parameters()}
         states = [t for s in engine.optimizer.shards() for t in (s.main, s.exp_avg, s.exp_avg_sq)]
@@ -94,6 +98,23 @@ def held(config: Config, role: str) -> dict[str, int]:
     out["process"] = process_bytes() - before
     parallel_state.destroy()
     return out
+
+
+def held_by_cut_optimizer(engine: DataParallelEngine) -> dict[str, int]:
+    """Bytes of gradients just before a step, and of main weights and moments that are not the weights themselves."""
+    optimizer, found = engine.optimizer, {}
+    assert optimizer is not None
+    step = optimizer.step
+
+    def measure(norm: float) -> None:
+        found["gradients"] = storages(g for _, g in optimizer.gradients())
+        step(norm)
+
+    optimizer.step = measure  # type: ignore[method-assign]
+    train_once(engine)  # type: ignore[arg-type]
+    weights = {t.untyped_storage().data_ptr() for t in engine.shard_map()[1].values()}
+    states = [t for s in optimizer.shards() for t in (s.main, s.exp_avg, s.exp_avg_sq)]
+    return found | {"optimizer": storages(t for t in states if t.untyped_storage().data_ptr() not in weights)}
 
 
 def saved(config: Config, role: str, num_sequences: int, length: int) -> tuple[int, int]:

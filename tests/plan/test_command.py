@@ -80,12 +80,16 @@ def test_quickstart_on_the_cpu_has_no_limit_unless_given(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("path", sorted(path.name for path in (ROOT / "configs").glob("*.yaml")))
 def test_every_configuration_fits_where_it_says(path: str) -> None:
-    given = ["--gpu", "h200", "model.tokenizer=models/tokenizer", "data.prompts=prompts.jsonl"]
-    given.append("rollout.samples_per_prompt=8")  # as the benchmark gives them
-    done = hpc_rl(f"configs/{path}", "--json", *(given if path == "bench_1b.yaml" else []))
+    done = hpc_rl(f"configs/{path}", "--json", *(["--gpu", "h200"] if path == "bench_1b.yaml" else []))
     assert done.returncode == 0, done.stdout[:500] + done.stderr
     report = json.loads(done.stdout)
     assert not [warning for warning in report["warnings"] if "is not there" not in warning]
+
+
+def test_a_plan_needs_neither_tokenizer_nor_prompts() -> None:
+    """Of a model without a directory, such as the benchmark's, and of one with."""
+    for words in (("configs/bench_1b.yaml", "--gpu", "h200"), ("configs/grpo_32b.yaml", "data.prompts=null")):
+        assert hpc_rl(*words, "--json").returncode == 0, words
 
 
 def test_nothing_is_written(config: Path) -> None:

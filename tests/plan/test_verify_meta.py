@@ -14,10 +14,9 @@ import json, sys
 from pathlib import Path
 from hpc_rl.plan.report import plan
 from hpc_rl.plan.verify import verify_meta
-GIVEN = {"bench_1b.yaml": ["model.tokenizer=models/tokenizer", "data.prompts=p.jsonl", "rollout.samples_per_prompt=8"]}
 found = {}
 for path in sorted(Path("configs").glob("*.yaml")):
-    job, report = plan(path, GIVEN.get(path.name, []), gpu="h200")
+    job, report = plan(path, [], gpu="h200")
     found[path.name] = verify_meta(job), report["model_params"], job.layout.tp, job.layout.pp
 print(json.dumps(found))
 """

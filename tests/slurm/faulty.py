@@ -44,9 +44,12 @@ def fail(how: str, attempt: str) -> None:
     if how == "raise":
         raise RuntimeError("boom")
     if how == "memory":
-        resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
-        bytearray(1 << 34)
-    time.sleep(1.5)  # by then the watchdog has noted the phase
+        before = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (1 << 30, before[1]))
+        try:
+            bytearray(1 << 34)
+        finally:  # the samples that are still being generated are to end as usual
+            resource.setrlimit(resource.RLIMIT_AS, before)
     if how == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "stop":

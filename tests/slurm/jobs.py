@@ -9,14 +9,7 @@ from typing import Any
 
 from tests.launch.cluster import PYTHON, ROOT, Cluster, wait_until
 
-TINY = {
-    "model.path": "configs/quickstart/model", "model.dtype": "float32", "parallel.tp": 1, "parallel.pp": 1,
-    "parallel.recompute": "none", "rollout.tp": 1, "rollout.max_response_tokens": 4, "rollout.max_num_seqs": 64,
-    "rollout.kv_cache_bytes": 1 << 26, "data.prompts": "configs/quickstart/prompts.jsonl", "data.eval_prompts": "null",
-    "data.prompts_per_step": 8, "data.max_prompt_tokens": 8, "reward.function": "tests.slurm.faulty:score",
-    "algorithm.critic_warmup_steps": 0, "algorithm.mini_batches": 4, "launch.device": "cpu", "checkpoint.every": 1,
-    "steps": 2, "actor.warmup_steps": 0, "critic.warmup_steps": 0, "fault.timeout_s": 120,
-}  # fmt: skip
+DOCUMENTED = ("model.path=configs/quickstart/model", "steps=2")  # after `sbatch --nodes=2 slurm/ppo_70b.sh`
 
 
 @dataclass(frozen=True)
@@ -65,16 +58,24 @@ class TinyJob:
 def submit(
     cluster: Cluster, out: Path, num_nodes: int, *, options: tuple[str, ...] = (), faults: str = "", **overrides: Any
 ) -> TinyJob:
-    """``overrides``: a key's ``.`` is written ``__``."""
+    """The line of README.md and of the script's head; the run directory and the environment by the script's variables.
+
+    Args:
+        options: of sbatch, beside --nodes and the place of the log.
+        faults: see faulty.py, whose reward is then taken.
+        overrides: after those of the line; a key's ``.`` is written ``__``.
+    """
     program = out / "venv/bin/hpc-rl"
     program.parent.mkdir(parents=True)
     program.write_text(f'#!/bin/sh\nexec {PYTHON} -m hpc_rl.cli "$@"\n')
     program.chmod(0o755)
-    values = TINY | {"run.dir": out / "run"} | {key.replace("__", "."): value for key, value in overrides.items()}
-    line = ("--ntasks-per-node=1", "--chdir", ROOT, "-o", out / "log", *options, ROOT / "slurm/ppo_70b.sh")
-    env = {"VENV": str(out / "venv"), "HPC_RL_TEST_DIR": str(out), "HPC_RL_TEST_FAULTS": faults}
-    words = [f"{key}={value}" for key, value in values.items()]
-    return TinyJob(cluster, cluster.sbatch(f"--nodes={num_nodes}", *line, *words, **env), out)
+    env = {"VENV": str(out / "venv"), "RUN": str(out / "run")}
+    if faults:
+        env |= {"HPC_RL_TEST_DIR": str(out), "HPC_RL_TEST_FAULTS": faults}
+        overrides = {"reward.function": "tests.slurm.faulty:score", **overrides}
+    words = [f"{key.replace('__', '.')}={value}" for key, value in overrides.items()]
+    line = (f"--nodes={num_nodes}", "-o", out / "log", *options, "slurm/ppo_70b.sh", *DOCUMENTED, *words)
+    return TinyJob(cluster, cluster.sbatch(*line, cwd=ROOT, **env), out)
 
 
 def figures(run_dir: Path) -> list[dict[str, float]]:

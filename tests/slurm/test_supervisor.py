@@ -8,16 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.cluster import Cluster, wait_until
-from tests.slurm.jobs import TinyJob, rollouts, same_run, submit
+from tests.launch.cluster import ROOT, Cluster, wait_until
+from tests.slurm.jobs import DOCUMENTED, TinyJob, rollouts, same_run, submit
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
-NUM_SAMPLES = 8 * 4  # of a step: data.prompts_per_step * rollout.samples_per_prompt
+EACH_STEP = {"checkpoint__every": 1, "algorithm__critic_warmup_steps": 0}  # is saved, and trains the actor
+NUM_SAMPLES = 512 * 4  # of a step: data.prompts_per_step * rollout.samples_per_prompt
 
 
 @pytest.fixture(scope="module")
 def long_run(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> TinyJob:
-    """Two steps in one go."""
+    """The documented line and nothing else, in one go."""
     job = submit(cluster, tmp_path_factory.mktemp("long"), 2)
     assert job.wait() == "COMPLETED", job.log
     return job
@@ -38,14 +39,12 @@ def test_the_script_runs_to_the_end(long_run: TinyJob) -> None:
 
 
 def test_told_to_stop_it_requeues_itself_and_is_the_same_run(cluster: Cluster, tmp_path: Path, long_run: TinyJob) -> None:
-    """USR1 to the batch script, as `--signal=B:USR1@300` does, in the first step."""
-    job = submit(cluster, tmp_path, 2, faults="0:generation:1:1:wait")
-    job.at_fault(0)
+    """The documented line and nothing else; USR1 to the batch script, as `--signal=B:USR1@300` does, in the first step."""
+    job = submit(cluster, tmp_path, 2)
+    wait_until(lambda: "Supervisor: attempt 0" in job.log)
     cluster.run("scancel", "--batch", "--signal=USR1", job.id)
-    wait_until(lambda: "told to stop by SIGUSR1" in job.log)
-    time.sleep(0.5)  # srun hands it on
-    (tmp_path / "go_on_0").touch()
     assert job.wait() == "COMPLETED", job.log
+    assert "told to stop by SIGUSR1" in job.log
     assert [(s["restart"], s["began_at"]) for s in job.slices()] == [(0, 0), (1, 1)]
     assert "Stopped by SIGUSR1 after step 1 of 2, saved" in job.log
     assert same_run(job.run, long_run.run)
@@ -60,6 +59,27 @@ def test_chained_slices_are_the_same_run(cluster: Cluster, tmp_path: Path, long_
     assert cluster.wait(following) == "COMPLETED", job.log
     assert [(s["job"], s["began_at"]) for s in job.slices()] == [(job.id, 0), (following, 1)]
     assert same_run(job.run, long_run.run)
+
+
+def test_a_requeue_takes_the_nodes_that_are_idle(cluster: Cluster, tmp_path: Path) -> None:
+    """job.scale=auto: the second slice has two nodes, and loads what one has saved."""
+    job = submit(cluster, tmp_path, 1, job__scale="auto", job__max_nodes=2)
+    wait_until(lambda: "Supervisor: attempt 0" in job.log)
+    cluster.run("scancel", "--batch", "--signal=USR1", job.id)
+    assert job.wait() == "COMPLETED", job.log
+    assert "job.scale = auto: 2 nodes next (" in job.log
+    assert [(s["restart"], s["began_at"]) for s in job.slices()] == [(0, 0), (1, 1)]
+    assert [len(attempt["nodes"]) for attempt in job.attempts()] == [1, 2]
+    assert "2 ranks: tp 1, pp 1, dp 2" in job.log
+    assert job.steps() == [1, 2]
+
+
+def test_its_checkpoint_is_scored_by_the_script_for_it(cluster: Cluster, tmp_path: Path, long_run: TinyJob) -> None:
+    env = {"VENV": str(long_run.dir / "venv"), "RUN": str(long_run.run), "CONFIG": "configs/ppo_70b.yaml"}
+    line = ("--nodes=2", "-o", tmp_path / "log", "slurm/eval.sh", DOCUMENTED[0], "eval.num_prompts=16")
+    job = cluster.sbatch(*line, cwd=ROOT, **env)
+    assert cluster.wait(job) == "COMPLETED", (tmp_path / "log").read_text()
+    assert "checkpoint_2_complete" in (tmp_path / "log").read_text().replace("\n", "")
 
 
 def test_two_slices_without_progress_end_the_chain(cluster: Cluster, tmp_path: Path) -> None:
@@ -81,7 +101,7 @@ def test_two_slices_without_progress_end_the_chain(cluster: Cluster, tmp_path: P
 def test_nodes_lost_in_each_phase(cluster: Cluster, tmp_path: Path) -> None:
     """Two nodes work, two stand by. Lost: one in generation, its spare in training, the next in the save; one is left."""
     faults = "0:generation:1:1:wait 1:actor:2:1:wait 2:save:3:1:wait"
-    job = submit(cluster, tmp_path, 4, faults=faults, job__spares=2, steps=3)
+    job = submit(cluster, tmp_path, 4, faults=faults, job__spares=2, steps=3, **EACH_STEP)
     try:
         again_s = []
         for attempt, node in enumerate(("node2", "node3", "node4")):
@@ -110,7 +130,7 @@ def test_hanging_rank_rank_out_of_memory_killed_rank(cluster: Cluster, tmp_path:
     """The first two are started again on the same nodes, after the second failure of the same node without it."""
     faults = "0:generation:1:0:kill 1:generation:2:1:memory 2:actor:2:1:stop"
     limits = {"fault__timeout_s": 5, "fault__phase_timeout_s": "{start: 100, load: 100}"}
-    job = submit(cluster, tmp_path, 2, faults=faults, **limits)
+    job = submit(cluster, tmp_path, 2, faults=faults, **limits, **EACH_STEP)
     assert job.wait() == "COMPLETED", job.log
     attempts = job.attempts()
     first, second = attempts[0]["nodes"]
@@ -118,12 +138,13 @@ def test_hanging_rank_rank_out_of_memory_killed_rank(cluster: Cluster, tmp_path:
     assert f"rank 0 on {first} was killed in reward of step 1" in attempts[0]["cause"]
     assert f"rank 1 on {second} ran out of memory in reward of step 2" in attempts[1]["cause"]
     assert f"rank 1 on {second} hung in actor of step 2" in attempts[2]["cause"]
+    assert "the process is stopped (SIGSTOP or a debugger)" in attempts[2]["cause"]
     assert job.steps() == [1, 2]
 
 
 def test_the_batch_scripts_own_node_is_lost(cluster: Cluster, tmp_path: Path) -> None:
     """Slurm keeps such a job without its script; another node puts it back into the queue."""
-    job = submit(cluster, tmp_path, 2, faults="0:actor:2:1:wait")
+    job = submit(cluster, tmp_path, 2, faults="0:actor:2:1:wait", **EACH_STEP)
     job.at_fault(0)
     own = job.attempts()[0]["nodes"][0]
     moment = fail(job, 0, own)
