@@ -8,6 +8,7 @@ from typing import Any
 
 from hpc_rl.algo.registry import algorithm, objective
 from hpc_rl.config import Config
+from hpc_rl.data.tokenizer import tokenizer_path
 from hpc_rl.errors import UserError
 from hpc_rl.tensors.canonical import EMBEDDING
 
@@ -35,6 +36,17 @@ def check_resume(config: Config, hf_config: Mapping[str, Any]) -> None:
             f"resume = {path}: its {EMBEDDING} is {list(embedding.shape)}, but the model has [vocab_size, hidden_size] "
             f"= {list(expected)}: resume with the model that it was saved from, or start with resume=none"
         )
+
+
+def check_tokenizer(config: Config) -> None:
+    """Refuses a checkpoint that was saved with another tokenizer: its tokens would mean other texts. Raises UserError."""
+    path = checkpoint_to_resume(config)
+    if path is None:
+        return
+    from hpc_rl.storage import identity, manifest
+
+    digest = identity.tokenizer_digest(tokenizer_path(config)[1])
+    identity.check_identity(manifest.read(path).extra, path, tokenizer=digest)
 
 
 def check_trained(config: Config) -> None:
