@@ -105,6 +105,7 @@ class ActorModel(Model):
                 raise UserError(f"{name} = {value}: must be at least {least}")
         sampling = {"max_response_tokens": max_new_tokens, "top_p": top_p, "top_k": top_k, **self._memory}
         config = configured(RolloutConfig, sampling)
+        self._loaded.check_open()
         tokenized = self._tokenize(prompts, max_new_tokens)
         sampler = self._start_sampler()
         sampler.config = config
@@ -124,6 +125,7 @@ class ActorModel(Model):
         """
         if temperature <= 0:
             raise UserError(f"temperature = {temperature}: must be above 0")
+        self._loaded.check_open()
         self._loaded.engine.module.temperature = temperature
         return self._outputs(sequences, "log_probs")
 
@@ -131,6 +133,12 @@ class ActorModel(Model):
         check_list(prompts, "prompts")
         if not prompts:
             return []
+        for i, p in enumerate(prompts):
+            if not isinstance(p, str) and not (isinstance(p, Sequence) and len(p) and isinstance(p[0], Mapping)):
+                raise UserError(
+                    f"prompts[{i}] = {str(p)[:60]} ({type(p).__name__}) must be a text, or a conversation "
+                    '[{"role": "user", "content": "..."}]: write it so'
+                )
         records = [
             Record(i, p if isinstance(p, str) else None, None if isinstance(p, str) else p, {}, f"prompts[{i}]")
             for i, p in enumerate(prompts)
@@ -203,7 +211,7 @@ class CriticModel(Model):
         check_list(sequences, "sequences")
         # One token more, of no matter which id: the value before it has seen the sequence and nothing else.
         ids = [[*self._loaded.token_ids(sequence), 0] for sequence in sequences]
-        return [float(values[-1]) for values in self._loaded.forward(ids)["values"]]
+        return [float(values[-1]) for values in self._loaded.forward(ids)["values"]] if ids else []
 
 
 class RewardModel:

@@ -15,7 +15,7 @@ from hpc_rl.algo.registry import algorithm, objective
 from hpc_rl.config import Config
 from hpc_rl.config_check import cross_check, read_hf_config, read_hf_config_file
 from hpc_rl.data.prompts import PromptSet, PromptStream
-from hpc_rl.data.tokenizer import load_tokenizer
+from hpc_rl.data.tokenizer import load_tokenizer, tokenizer_path
 from hpc_rl.engine.colocate import Colocation
 from hpc_rl.engine.make import Engine, make_engine
 from hpc_rl.errors import RunError, UserError
@@ -23,12 +23,15 @@ from hpc_rl.fault.phase import beat
 from hpc_rl.parallel import state as parallel_state
 from hpc_rl.parallel.collectives import agree
 from hpc_rl.parallel.state import ParallelState
+from hpc_rl.preflight_resume import checkpoint_to_resume
 from hpc_rl.reshard.cache import PlanCache
 from hpc_rl.reshard.connect import connect
 from hpc_rl.reshard.execute import Resharder
 from hpc_rl.reward.score import RewardFunction
 from hpc_rl.rollout.vllm import VLLMEngine
+from hpc_rl.storage import manifest
 from hpc_rl.storage.checkpoint import Checkpointer
+from hpc_rl.storage.identity import check_identity, tokenizer_digest
 from hpc_rl.storage.lock import RunLock
 from hpc_rl.tensors.canonical import VALUE_HEAD, ModelSpec
 from hpc_rl.tensors.hf import check_names, load_into, open_hf
@@ -77,7 +80,7 @@ def build(config: Config) -> Job:
     reward = RewardFunction.from_config(config.reward)
     prompts = PromptSet.from_config(config, tokenizer, reward.required_fields)
     stream = PromptStream(prompts, config.seed, config.data.shuffle, config.data.prompts_per_step)
-    parallel = join(config)
+    parallel = join(config, stream)
     if parallel.device.type == "cuda" and config.rollout.sleep_level == 2 and config.reshard.snapshot != "none":
         raise UserError(
             f"reshard.snapshot = {config.reshard.snapshot} has no effect with rollout.sleep_level = 2, which gives vLLM's "
@@ -113,9 +116,10 @@ def build(config: Config) -> Job:
     )
 
 
-def join(config: Config, begins_run: bool = True) -> ParallelState:
+def join(config: Config, prompts: PromptStream | None) -> ParallelState:
     """Takes this process's place in the job that the launcher began, and prepares the run directory if a run begins.
 
+    Args: prompts: of the run that begins; None: none does.
     Raises: UserError for sizes that do not fit the world, before any model is built.
     """
     info = detect()
@@ -124,11 +128,12 @@ def join(config: Config, begins_run: bool = True) -> ParallelState:
     export_torch_env(info)
     parallel = parallel_state.initialize(config, choose_device(config, info), info.local_world_size)
     rng.seed_all(config.seed, parallel.rank)
-    if begins_run:
+    if prompts is not None:
+        check_goes_on(config, prompts)  # first: a refused resume leaves the run as it was
         prepare_run_dir(config, hf_config, parallel, info.launcher)
     if info.num_nodes > 1:
         check_nodes(info, config, config.run.dir)
-    if begins_run and parallel.rank == 0:
+    if prompts is not None and parallel.rank == 0:
         say(run_dir.model_line(config, hf_config, info.world_size, parallel.device.type))
     return parallel
 
@@ -235,6 +240,16 @@ def prepare_run_dir(config: Config, hf_config: Mapping[str, Any], parallel: Para
         except Exception as caught:  # the other ranks wait in `agree` to hear of it
             error = caught
     agree(error)
+
+
+def check_goes_on(config: Config, prompts: PromptStream) -> None:
+    """Refuses a checkpoint of another tokenizer, of other prompts or of another order of them. Raises UserError."""
+    path = checkpoint_to_resume(config)
+    if path is None:
+        return
+    extra = manifest.read(path).extra
+    check_identity(extra, path, tokenizer=tokenizer_digest(tokenizer_path(config)[1]))
+    prompts.check_state(extra["prompts"])
 
 
 _LOCKS: list[RunLock] = []  # of this process; at most one

@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from hpc_rl.algo.checks import validate
+from hpc_rl.algo.registry import objective
 from hpc_rl.config import Config
 from hpc_rl.config_schema import join_or
 from hpc_rl.errors import UserError
 from hpc_rl.fault.phase import PHASES
+
+_LARGEST_DEFAULT_BLOCK = 128  # tokens of a KV cache block where vLLM chooses: on CPU; 16 on a GPU
 
 
 def cross_check(
@@ -138,6 +141,11 @@ def _check_algorithm(config: Config) -> None:
             f"reshard.snapshot = {config.reshard.snapshot} sends changes only, but rollout.sleep_level = 2 throws the "
             "sampler's weights away: set rollout.sleep_level=1 or 0, or reshard.snapshot=none"
         )
+    best = config.checkpoint.keep_best
+    if best is not None and best.startswith("eval/") and not config.eval.every:
+        raise UserError(
+            f"checkpoint.keep_best = {best} is a metric of evaluations, but eval.every = 0 makes none: set eval.every"
+        )
     for role, optimizer in (("actor", config.actor), ("critic", config.critic)):
         if optimizer.decay != "constant" and optimizer.min_lr > optimizer.lr:
             raise UserError(
@@ -193,6 +201,27 @@ def _check_model_sizes(config: Config, hf: Mapping[str, Any]) -> None:
             f"{config.rollout.max_response_tokens} = {longest}, but the model's max_position_embeddings is {limit}: "
             "lower one of the two"
         )
+    if objective(config.algorithm.name) is None:
+        _check_kv_cache(config, hf, longest)
+
+
+def _check_kv_cache(config: Config, hf: Mapping[str, Any], longest: int) -> None:
+    """Refuses a KV cache that cannot hold one sequence, which vLLM would not start with."""
+    given, heads = config.rollout.kv_cache_bytes, _size(hf, "num_attention_heads")
+    if given is None:
+        return
+    kv_heads = max(1, _size(hf, "num_key_value_heads", heads) // (config.rollout.tp or config.parallel.tp))
+    head_dim = _size(hf, "head_dim", _size(hf, "hidden_size") // heads)
+    token_bytes = 2 * _size(hf, "num_hidden_layers") * kv_heads * head_dim * (4 if config.model.dtype == "float32" else 2)
+    if given >= longest * token_bytes:
+        return
+    block = config.rollout.block_size or _LARGEST_DEFAULT_BLOCK
+    enough = (-(-longest // block) + 1) * block * token_bytes  # vLLM keeps one block for itself
+    raise UserError(
+        f"rollout.kv_cache_bytes = {given} holds {given // token_bytes} tokens, but must hold one sequence of "
+        f"data.max_prompt_tokens + rollout.max_response_tokens = {longest}: set it to {enough} or more, or lower one of "
+        "the two"
+    )
 
 
 def _size(hf: Mapping[str, Any], name: str, default: int | None = None) -> int:

@@ -117,7 +117,7 @@ def evaluate_model(config: Config) -> dict[str, Any]:
     tokenizer = load_tokenizer(config)
     reward = RewardFunction.from_config(config.reward)
     prompts = PromptSet.from_config(config, tokenizer, reward.required_fields, evaluation=True)
-    parallel = join(config, begins_run=False)
+    parallel = join(config, None)
     checkpointer = build_checkpointer(config, parallel)
     checkpoint = named_checkpoint(config, checkpointer)
     own = checkpoint.parent.parent / "model" if checkpoint is not None and config.model.path is None else None

@@ -45,6 +45,7 @@ class LoadedModel:
     hf_config: Mapping[str, Any]
     folder: Path
     config: Config
+    is_closed: bool = False
 
     @staticmethod
     def load(path: str | Path, role: Role, dtype: str | None, device: str) -> LoadedModel:
@@ -90,8 +91,9 @@ class LoadedModel:
     def token_ids(self, sequence: str | Sequence[int]) -> list[int]:
         """Ids of a text, with the tokenizer's leading special tokens; ids as they are."""
         if isinstance(sequence, str):
-            from hpc_rl.data.prompts import leading_special_tokens
+            from hpc_rl.data.prompts import check_characters, leading_special_tokens
 
+            check_characters("a sequence", sequence)
             tokenizer = self.tokenizer
             encoded = tokenizer(sequence, add_special_tokens=False)["input_ids"]
             return [*leading_special_tokens(tokenizer), *encoded]
@@ -112,18 +114,28 @@ class LoadedModel:
         positions = torch.arange(int(cu_seqlens[-1])) - cu_seqlens[:-1].repeat_interleave(lengths)
         flat = torch.tensor([token for sequence in sequences for token in sequence], dtype=torch.int64)
         batch = Batch(cu_seqlens, {"input_ids": flat, "position_ids": positions, "response_mask": positions > 0})
+        self.check_open()
         outputs = self.engine.forward(batch)
         return {name: list(values.split(lengths.tolist())) for name, values in outputs.items()}
 
+    def check_open(self) -> None:
+        """Refuses a model that was closed. Raises UserError."""
+        if self.is_closed:
+            raise UserError(f"the model of {self.folder} was closed: load it again, or use it within its with block")
+
     def save(self, out: str | Path, dtype: str | None) -> None:
         """Writes an HF directory."""
+        self.check_open()
         tokenizer = self.folder if has_tokenizer(self.folder) else None
         dtype = dtype or self.config.model.dtype
         export_from_ranks(out, self.engine.spec, self.engine.shard_map(), self.hf_config, dtype, tokenizer)
 
     def close(self) -> None:
-        """Frees the model; the last one also leaves the process group that was made for them."""
+        """Frees the model; the last one also leaves the process group that was made for them. Twice is once."""
         global _open_models, _joined_here
+        if self.is_closed:
+            return
+        self.is_closed = True
         self.engine.close()
         _open_models -= 1
         if _open_models == 0 and _joined_here:
@@ -201,6 +213,8 @@ class Model:
 
     def _outputs(self, sequences: Sequence[Text], name: str) -> list[Tensor]:
         check_list(sequences, "sequences")
+        if not len(sequences):
+            return []
         return self._loaded.forward([self._loaded.token_ids(sequence) for sequence in sequences])[name]
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ from hpc_rl.config_check import cross_check
 from hpc_rl.data.prompt_files import read_records
 from hpc_rl.errors import UserError
 from hpc_rl.preflight_model import check_models
-from hpc_rl.preflight_resume import check_resume
+from hpc_rl.preflight_resume import check_resume, check_tokenizer, check_trained
 from hpc_rl.reward.score import RewardFunction
 
 
@@ -37,6 +37,7 @@ def preflight(config: Config, world_size: int) -> None:
     check_device(config)
     check_outputs(config)
     check_resume(config, hf_config)
+    check_trained(config)
     check_metrics(config)
     check_data(config)
 
@@ -65,6 +66,7 @@ def preflight_eval(config: Config, world_size: int) -> None:
     cross_check(config, world_size, hf_config)
     check_device(config)
     check_resume(config, hf_config)
+    check_tokenizer(config)
     required = RewardFunction.from_config(config.reward).required_fields
     if not config.data.eval_prompts:
         raise UserError("data.eval_prompts is null, but an evaluation needs held-out prompts: set it to a JSONL file")

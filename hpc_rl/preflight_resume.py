@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hpc_rl.algo.registry import algorithm, objective
 from hpc_rl.config import Config
+from hpc_rl.data.tokenizer import tokenizer_path
 from hpc_rl.errors import UserError
 from hpc_rl.tensors.canonical import EMBEDDING
 
@@ -21,7 +23,7 @@ def check_resume(config: Config, hf_config: Mapping[str, Any]) -> None:
     Raises:
         UserError: one line with the value, the rule and the fix.
     """
-    path = _checkpoint(config)
+    path = checkpoint_to_resume(config)
     if path is None:
         return
     from hpc_rl.storage import access, manifest  # h5py: only a run that resumes needs it
@@ -36,7 +38,50 @@ def check_resume(config: Config, hf_config: Mapping[str, Any]) -> None:
         )
 
 
-def _checkpoint(config: Config) -> Path | None:
+def check_tokenizer(config: Config) -> None:
+    """Refuses a checkpoint that was saved with another tokenizer: its tokens would mean other texts. Raises UserError."""
+    path = checkpoint_to_resume(config)
+    if path is None:
+        return
+    from hpc_rl.storage import identity, manifest
+
+    digest = identity.tokenizer_digest(tokenizer_path(config)[1])
+    identity.check_identity(manifest.read(path).extra, path, tokenizer=digest)
+
+
+def check_trained(config: Config) -> None:
+    """Refuses a checkpoint without what this run trains: another role, or optimizer states of another model.dtype.
+
+    Raises:
+        UserError: one line with the value, the rule and the fix.
+    """
+    path = checkpoint_to_resume(config)
+    if path is None:
+        return
+    from hpc_rl.storage import access, manifest
+
+    stored, goal = access.load_index(path, manifest.read(path)).specs, objective(config.algorithm.name)
+    start = "start a new run with model.path at its weights (hpc-rl export)"
+    roles = ["actor"] if goal is None else [goal.role]
+    if goal is None and algorithm(config.algorithm.name).needs_critic:
+        roles.append("critic")
+    for role in roles:
+        if not any(name.startswith(f"{role}/param/") for name in stored):
+            raise UserError(
+                f"resume = {path}: holds no {role}, which algorithm.name = {config.algorithm.name} trains: set the "
+                f"algorithm.name that it was saved with, or {start}"
+            )
+        # Only with 16-bit weights are there float32 ones beside them.
+        dtype = "bfloat16" if any(name.startswith(f"{role}/main/") for name in stored) else "float32"
+        if dtype != config.model.dtype:
+            raise UserError(
+                f"resume = {path}: saved with model.dtype = {dtype}, but this run has {config.model.dtype}: set "
+                f"model.dtype={dtype}, or {start}"
+            )
+
+
+def checkpoint_to_resume(config: Config) -> Path | None:
+    """The checkpoint that ``resume`` names, whole by its sizes; None for a fresh start. Raises UserError."""
     if config.resume == "none":
         return None
     from hpc_rl.storage import manifest

@@ -59,7 +59,8 @@ def build_supervised(config: Config) -> SupervisedJob:
     assert goal is not None, "supervised_loss refuses algorithms with rollouts"
     tokenizer = load_tokenizer(config)
     examples = Examples(config, goal, tokenizer)
-    parallel = join(config)
+    prompts = PromptStream(examples.prompts, config.seed, config.data.shuffle, config.data.prompts_per_step)
+    parallel = join(config, prompts)
     if parallel.rank == 0:
         say(f"Examples: {examples.summary()}")
     model = build_engine(goal.role, config, parallel)
@@ -69,7 +70,7 @@ def build_supervised(config: Config) -> SupervisedJob:
         goal=goal,
         parallel=parallel,
         examples=examples,
-        prompts=PromptStream(examples.prompts, config.seed, config.data.shuffle, config.data.prompts_per_step),
+        prompts=prompts,
         model=model,
         reference=reference,
         tokenizer=tokenizer,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import signal
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -18,6 +19,7 @@ from hpc_rl.config_load import dump_config
 from hpc_rl.data.prompts import PromptStream
 from hpc_rl.data.tokenizer import tokenizer_path
 from hpc_rl.engine.make import Engine
+from hpc_rl.errors import UserError
 from hpc_rl.fault.phase import phase
 from hpc_rl.fault.signals import StopSignals
 from hpc_rl.metrics.meter import Meter
@@ -76,6 +78,7 @@ class Trainer(ABC):
                     with phase("eval"):
                         metrics |= self.evaluate()
                 self.sinks.write(step, metrics)
+                self._check_best(metrics)
                 self.job.checkpointer.poll()
                 check_run_dir()
                 self.stopped_by = self._signals.agreed(self.job.parallel.device)
@@ -88,6 +91,17 @@ class Trainer(ABC):
         with phase("save", self.steps_done):
             self.job.checkpointer.wait()
         return metrics
+
+    def _check_best(self, metrics: Mapping[str, float]) -> None:
+        """A metric that no step has would never be judged by. The actor's may come later, after the critic's warm-up."""
+        best = self.config.checkpoint.keep_best
+        if best is None or best in metrics or best.startswith(("eval/", "actor/")):
+            return
+        close = difflib.get_close_matches(best, metrics, n=1) or ["reward_mean"]
+        raise UserError(
+            f"checkpoint.keep_best = {best}, but a step of this run has no such metric: set it to one of those in "
+            f"metrics.jsonl, such as {close[0]}, or to null"
+        )
 
     @abstractmethod
     def step(self, step: int) -> dict[str, float]:

@@ -103,7 +103,16 @@ def _read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
 
 def _parse_line(path: Path, number: int, line: bytes) -> Any:
     try:
-        return json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+        values = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+        if b"\\u" in line:  # JSON can name what is no character, which no tokenizer takes
+            json.dumps(values, ensure_ascii=False).encode()
+        return values
+    except UnicodeEncodeError as error:
+        half = error.object[error.start]
+        raise UserError(
+            f"{path} line {number}: holds {half!a}, half of a surrogate pair, which is no character: write the whole "
+            "pair, or leave it out"
+        ) from None
     except UnicodeDecodeError as error:
         raise UserError(f"{path} line {number}: byte {error.start} is not UTF-8: save the file as UTF-8") from None
     except (ValueError, RecursionError) as error:

@@ -118,6 +118,8 @@ def _tokenize(records: Sequence[Record], tokenizer: Any, chat_template: str) -> 
         texts = [
             _render(r, tokenizer, chat_template) if t else str(r.text) for r, t in zip(part, templated, strict=True)
         ]
+        for record, text in zip(part, texts, strict=True):
+            check_characters(f"{record.where}: prompt_id {record.prompt_id}", text)
         encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]
         for record, text, is_templated, ids in zip(part, texts, templated, encoded, strict=True):
             ids = list(ids) if is_templated else [*prefix, *ids]
@@ -126,6 +128,17 @@ def _tokenize(records: Sequence[Record], tokenizer: Any, chat_template: str) -> 
                     f"{record.where}: prompt_id {record.prompt_id} is {text!r}, which has no token: write a prompt"
                 )
             yield record, text, ids
+
+
+def check_characters(where: str, text: str) -> None:
+    """Refuses half of a surrogate pair, which a Python string may hold and no tokenizer takes. Raises UserError."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = error.object[error.start]
+        raise UserError(
+            f"{where} holds {half!a}, half of a surrogate pair, which is no character: leave it out"
+        ) from None
 
 
 def _render(record: Record, tokenizer: Any, chat_template: str) -> str:
@@ -227,11 +240,13 @@ class PromptStream:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continues exactly where ``state()`` was taken; ``prompts_per_step`` may differ.
+        """Continues exactly where ``state()`` was taken; ``prompts_per_step`` may differ. Raises: as `check_state`."""
+        self.check_state(state)
+        self._cursor = _Cursor(int(state["epoch"]), int(state["position"]))
+        self._order = self._order_of(self._cursor.epoch)
 
-        Raises:
-            UserError: the data set, the seed or the shuffling is not the one of the state.
-        """
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Refuses a state of another data set, seed or shuffling. Raises UserError."""
         if state["fingerprint"] != self._set.fingerprint:
             raise UserError(
                 f"the prompts have changed since the checkpoint (fingerprint {state['fingerprint'][:8]}, "
@@ -245,8 +260,6 @@ class PromptStream:
                     f"{name} = {value}, but the checkpoint's prompt order came from {name} = {state[key]}: set "
                     f"{name}={str(state[key]).lower()} to resume, or start with resume=none"
                 )
-        self._cursor = _Cursor(int(state["epoch"]), int(state["position"]))
-        self._order = self._order_of(self._cursor.epoch)
 
     def _order_of(self, epoch: int) -> list[int]:
         """Indices of the set in the order of an epoch: by a hash, which no library's version changes."""

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from hpc_rl.engine.kernels import rotate
 from hpc_rl.engine.packed import Packed
-from hpc_rl.errors import UserError
 from hpc_rl.tensors.canonical import ModelSpec
 
 
@@ -51,10 +50,7 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, p: Packed, scale: float | None) -> 
 
 
 def rotary_frequencies(spec: ModelSpec) -> Tensor:
-    """Inverse frequencies, float32 [head_dim / 2]. Types ``default``, ``linear`` and ``llama3`` of the HF config.
-
-    Raises: UserError for another type.
-    """
+    """Inverse frequencies, float32 [head_dim / 2]. Types ``default``, ``linear`` and ``llama3`` of the HF config."""
     dim, rope = spec.head_dim, spec.rope
     inv_freq = 1.0 / (rope["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim))
     kind = rope["rope_type"]
@@ -62,8 +58,7 @@ def rotary_frequencies(spec: ModelSpec) -> Tensor:
         return inv_freq / rope["factor"]
     if kind == "llama3":
         return _llama3_frequencies(inv_freq, rope)
-    if kind != "default":
-        raise UserError(f"rope_type {kind!r} of the model is not supported: use one of default, linear, llama3")
+    assert kind == "default", f"ModelSpec.from_hf_config takes no rope_type {kind!r}"
     return inv_freq
 
 

@@ -10,6 +10,7 @@ import atexit
 import gc
 import logging
 import os
+import re
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -113,11 +114,29 @@ def build_core(values: dict[str, Any], device: str, job: str, order: Sequence[in
         except UserError:
             raise
         except ValueError as error:  # vLLM's own checks of sizes
-            reason = " ".join(str(error).split())[:400]
-            raise UserError(f"vLLM cannot start with {values['model']}: {reason}") from error
+            raise UserError(_why_not(values, " ".join(str(error).split()), on_cpu)) from error
     vllm_cpu.unlink_shared_memory(job)
     _open_cores.append(core)
     return core
+
+
+def _why_not(values: dict[str, Any], reason: str, on_cpu: bool) -> str:
+    """One line on why vLLM did not start, in this project's keys where it is about the KV cache."""
+    if "block size" in reason and values.get("block_size") is not None:
+        return f"rollout.block_size = {values['block_size']} is refused by vLLM ({reason[:400]}): set it to null"
+    if "KV cache" not in reason and "cache blocks" not in reason:
+        return f"vLLM cannot start with {values['model']}: {reason[:400]}"
+    fits = re.search(r"estimated maximum model length is (\d+)", reason)
+    holds = f" holds {fits[1]} tokens, but" if fits else ""
+    given = values["kv_cache_memory_bytes"]
+    share = f"what rollout.gpu_memory_utilization = {values.get('gpu_memory_utilization')} leaves for the KV cache"
+    cache, key = share, "rollout.gpu_memory_utilization"
+    if on_cpu or given is not None:
+        cache, key = f"rollout.kv_cache_bytes = {'null' if given is None else given}", "rollout.kv_cache_bytes"
+    return (
+        f"{cache}{holds} must hold one sequence of data.max_prompt_tokens + rollout.max_response_tokens = "
+        f"{values['max_model_len']}: raise {key}, or lower one of the two"
+    )
 
 
 _open_cores: list[Any] = []  # of this process

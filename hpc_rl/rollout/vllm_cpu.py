@@ -36,14 +36,16 @@ def check_model(vllm_config: Any) -> None:
 
 
 def size_kv_cache(vllm_config: Any) -> None:
-    """Where no size is asked for: room for all sequences at full length, 256 MiB at most."""
+    """Where no size is asked for: room for all sequences at full length; 256 MiB at most, unless one needs more."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
     if cache.kv_cache_memory_bytes is not None:
         return
-    blocks = vllm_config.scheduler_config.max_num_seqs * -(-model.max_model_len // cache.block_size) + 1
+    per_sequence = -(-model.max_model_len // cache.block_size)
+    blocks = vllm_config.scheduler_config.max_num_seqs * per_sequence + 1
     heads, layers = (f(vllm_config.parallel_config) for f in (model.get_num_kv_heads, model.get_num_layers))
     token_bytes = 2 * layers * heads * model.get_head_size() * model.dtype.itemsize
-    cache.kv_cache_memory_bytes = min(MAX_KV_CACHE_BYTES, blocks * cache.block_size * token_bytes)
+    block_bytes = cache.block_size * token_bytes
+    cache.kv_cache_memory_bytes = max(min(MAX_KV_CACHE_BYTES, blocks * block_bytes), (per_sequence + 1) * block_bytes)
 
 
 @contextmanager

@@ -104,6 +104,13 @@ class ModelSpec:
         return total
 
 
+_ROPE_KEYS: Mapping[str, tuple[str, ...]] = {  # rope_type -> what its frequencies are made of, beside rope_theta
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+
+
 def _check_supported(config: Mapping[str, Any]) -> None:
     kind = config.get("model_type")
     if kind not in ARCHITECTURES:
@@ -115,6 +122,14 @@ def _check_supported(config: Mapping[str, Any]) -> None:
             raise UserError(f"{switch} = true is not supported for model_type {kind}: use a model without it")
     if config.get("hidden_act", "silu") != "silu":
         raise UserError(f"hidden_act {config['hidden_act']!r} is not supported: use a model with silu")
+    rope = _rope(config)
+    if rope["rope_type"] not in _ROPE_KEYS:
+        raise UserError(
+            f"rope_type {rope['rope_type']!r} of the model is not supported: use a model with one of {', '.join(_ROPE_KEYS)}"
+        )
+    missing = [key for key in _ROPE_KEYS[rope["rope_type"]] if not isinstance(rope.get(key), int | float)]
+    if missing:
+        raise UserError(f"rope_type {rope['rope_type']!r} needs the number {missing[0]}: add it to the model's rope values")
 
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:

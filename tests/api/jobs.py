@@ -82,7 +82,7 @@ def generate(model: Path, prompts: list[str]) -> dict[str, Any]:
             for ours, s in zip(log_probs, sampled, strict=True)
         )
         out["text log-probs"] = actor.log_probs(prompts)[0].tolist()
-        out["none"] = actor.generate([], max_new_tokens=1)
+        out["none"] = [*actor.generate([], max_new_tokens=1), *actor.log_probs([])]
     assert not dist.is_initialized(), "the last model leaves the job that was made for it"
     return out
 
@@ -99,6 +99,10 @@ def refusals(model: Path, empty: Path) -> list[str]:
             lambda: actor.generate(["1"], top_p=1.5),
             lambda: actor.generate(["1"], n=0),
             lambda: actor.generate(["1"], temperature=-1),
+            lambda: actor.generate([[49, 50]]),  # type: ignore[list-item]
+            lambda: actor.generate([None]),  # type: ignore[list-item]
+            lambda: actor.generate(["1\ud800"]),
+            lambda: actor.log_probs(["1\ud800"]),
             lambda: actor.log_probs([[1, 258]]),
             lambda: actor.log_probs([[]]),
             lambda: actor.log_probs(["1"], temperature=0),
@@ -112,7 +116,10 @@ def refusals(model: Path, empty: Path) -> list[str]:
             lambda: RewardModel(lambda prompt: 0.0),
             lambda: RewardModel(lambda p, r, f: 0.0).scores(["a", "b"], ["c"]),
         ]
-        return [_message(misuse) for misuse in misuses]
+        messages = [_message(misuse) for misuse in misuses]
+    actor.close()  # twice is once
+    closed = [lambda: actor.generate(["1"], max_new_tokens=1), lambda: actor.log_probs(["1"])]
+    return messages + [_message(misuse) for misuse in closed]
 
 
 def _message(misuse: Callable[[], Any]) -> str:

@@ -83,6 +83,10 @@ def test_misuse_is_told_in_a_line(tmp_path: Path) -> None:
         r"top_p = 1.5: .* less than or equal to 1",
         r"n = 0: must be at least 1",
         r"temperature = -1: must be at least 0",
+        r"prompts\[0\] = \[49, 50\] \(list\) must be a text, or a conversation",
+        r"prompts\[0\] = None \(NoneType\) must be a text, or a conversation",
+        r"prompts\[0\]: prompt_id 0 holds '\\ud800', half of a surrogate pair",
+        r"a sequence holds '\\ud800', half of a surrogate pair",
         r"sequences\[0\] has a token id outside 0 \.\. 257",
         r"sequences\[0\] has no token",
         r"temperature = 0: must be above 0",
@@ -95,6 +99,8 @@ def test_misuse_is_told_in_a_line(tmp_path: Path) -> None:
         r"hpc_rl.reward.functions has no nothing: it has",
         r"takes \(prompt\), but is called as \(prompt, response, fields\)",
         r"2 prompts, 1 responses and 2 fields: give as many of each",
+        r"the model of .* was closed: load it again",
+        r"the model of .* was closed: load it again",
     ]
     messages = alone(refusals, MODEL, tmp_path)
     assert len(messages) == len(expected)

@@ -156,3 +156,25 @@ def test_a_checkpoint_of_another_vocabulary_is_refused(first: subprocess.Complet
     assert f"resume = {checkpoint}: its model.embed_tokens.weight is [258, 128]" in done.stderr
     assert "= [300, 128]: resume with the model that it was saved from" in done.stderr
     assert not (place / "new").exists()
+
+
+def test_a_refused_resume_leaves_the_run_as_it_was(first: subprocess.CompletedProcess[str], place: Path) -> None:
+    """Or else its own config.yaml, with which one goes on, would be refused from then on."""
+    files = [place / "run/config.yaml", *(place / "run/model").iterdir()]
+    before = [file.read_bytes() for file in files]
+    refused = [
+        (["seed=1"], "order came from seed = 0"),
+        (["data.max_prompt_tokens=5", "data.overlong=cut"], "the prompts have changed"),
+        (["model.dtype=bfloat16"], "saved with model.dtype = float32, but this run has bfloat16: set"),
+    ]
+    for overrides, reason in refused:
+        done = hpc_rl("train", "run/config.yaml", "resume=auto", "launch.nproc=1", *overrides, cwd=place)
+        assert done.returncode == 2 and reason in done.stderr, done.stderr
+        assert [file.read_bytes() for file in files] == before
+
+
+def test_a_run_does_not_go_on_without_its_critic(place: Path) -> None:
+    config = (QUICKSTART, "run.dir=short", "steps=1", "launch.nproc=1", "data.prompts_per_step=2", "resume=auto")
+    assert hpc_rl("train", *config, "algorithm.name=grpo", "algorithm.mini_batches=1", cwd=place).returncode == 0
+    done = hpc_rl("train", *config, "algorithm.mini_batches=1", cwd=place)
+    assert done.returncode == 2 and "holds no critic, which algorithm.name = ppo trains: set" in done.stderr, done.stderr

@@ -31,6 +31,8 @@ def config_of(tmp_path: Path, *overrides: str) -> Any:
         (2, ["rollout.tp=2", "algorithm.mini_batches=3"]),
         (1, ["data.max_prompt_tokens=4000", "rollout.max_response_tokens=96"]),
         (1, ["actor.decay=linear", "actor.min_lr=1e-6", "actor.warmup_steps=3", "actor.decay_steps=4"]),
+        (1, ["rollout.kv_cache_bytes=147456"]),  # 1536 tokens of 96 bytes
+        (1, ["rollout.kv_cache_bytes=1", "algorithm.name=sft"]),  # training starts no vLLM
         (1, ["critic.min_lr=1"]),  # constant: no decay to it
         (1, ["reward.timeout_s=9", "fault.phase_timeout_s.reward=10"]),
         (1, ["reward.timeout_s=5000", "fault.phase_timeout_s.reward=0"]),
@@ -83,6 +85,13 @@ def test_what_fits(tmp_path: Path, world_size: int, overrides: list[str]) -> Non
         (1, ["data.prompts=null"], "data.prompts is null", "needs prompts", "JSONL or Parquet"),
         (1, ["data.prompts=[]"], "data.prompts", "needs prompts", "JSONL or Parquet"),
         (1, ["data.max_prompt_tokens=4096"], "4096 + 512 = 4608", "max_position_embeddings is 4096", "lower"),
+        (
+            1,
+            ["rollout.kv_cache_bytes=100000", "model.dtype=float32"],  # 6 layers, 2 heads of 2 numbers
+            "rollout.kv_cache_bytes = 100000 holds 520 tokens",
+            "data.max_prompt_tokens + rollout.max_response_tokens = 1536",
+            "set it to 319488 or more",
+        ),
         (1, ["actor.min_lr=1", "actor.decay=cosine"], "actor.min_lr = 1.0", "above actor.lr = 1e-06", "at most 1e-06"),
         (
             1,
@@ -91,6 +100,7 @@ def test_what_fits(tmp_path: Path, world_size: int, overrides: list[str]) -> Non
             "above critic.warmup_steps = 5",
             "raise",
         ),
+        (1, ["checkpoint.keep_best=eval/pass_at_1"], "eval/pass_at_1", "eval.every = 0 makes none", "set eval.every"),
         (1, ["model.config.num_hidden_layers=null"], "num_hidden_layers = None", "positive integer", "set it in"),
         (1, ["model.config.vocab_size=x"], "vocab_size = 'x'", "positive integer", "set it in"),
     ],

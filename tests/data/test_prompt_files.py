@@ -114,6 +114,11 @@ def test_bad_files(tmp_path: Path) -> None:
     (tmp_path / "latin.jsonl").write_bytes(json.dumps(GOOD).encode() + b'\n{"text": "\xe9"}\n')
     with refused("latin.jsonl line 2: byte 10", "is not UTF-8", "save the file as UTF-8"):
         read_records(str(tmp_path / "latin.jsonl"))
+    half = '{"prompt_id": 2, "text": "\\ud83d"}'
+    with refused("half.jsonl line 2: holds '\\ud83d'", "half of a surrogate pair", "write the whole pair"):
+        read_records(write_jsonl(tmp_path / "half.jsonl", GOOD, half))
+    whole = half.replace("ud83d", "ud83d\\ude00")
+    assert read_records(write_jsonl(tmp_path / "whole.jsonl", whole))[0].text == "\U0001f600"
     (tmp_path / "a.parquet").write_text("PAR1 or not")
     with refused("a.parquet", "not a readable Parquet file", "write it again"):
         read_records(str(tmp_path / "a.parquet"))

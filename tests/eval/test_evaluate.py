@@ -7,6 +7,7 @@ import json
 import math
 import os
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,11 @@ def test_a_checkpoint_scores_at_any_layout_as_in_its_run(tmp_path: Path) -> None
                 # Rounding may flip one token of 120 samples, no more.
                 assert report[name] == pytest.approx(value, abs=1e-9 if layout == {} else 0.02), name
     assert sorted(p.relative_to(tmp_path) for p in tmp_path.rglob("*")) == before, "an evaluation writes nothing"
+    shutil.copytree(tmp_path / "model", tmp_path / "other")
+    with (tmp_path / "other/tokenizer.json").open("a") as file:
+        file.write("\n")
+    with pytest.raises(UserError, match="saved with another tokenizer .* use the tokenizer that it was saved with"):
+        preflight_eval(quickstart(run__dir=tmp_path, resume="auto", model__tokenizer=tmp_path / "other"), 1)
 
 
 def test_evaluation_leaves_the_training_as_it_is(tmp_path: Path) -> None:

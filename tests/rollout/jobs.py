@@ -15,6 +15,7 @@ from torch import Tensor
 from hpc_rl.config import RolloutConfig
 from hpc_rl.errors import RunError, UserError
 from hpc_rl.parallel.layout import replica_of
+from hpc_rl.rollout import vllm_cpu
 from hpc_rl.rollout.protocol import Prompt, Request, Sample
 from hpc_rl.rollout.sampler import assign
 from hpc_rl.rollout.vllm import VLLMEngine
@@ -197,10 +198,15 @@ def refusals(model_dirs: dict[str, str]) -> dict[str, str]:
         bilinear = stop = three = ""
     heads = message(lambda: make_engine(model_dirs["heads"], 1))
     memory = message(lambda: make_engine(model_dirs["llama"], 1, kv_cache_bytes=1 << 14))
+    block = message(lambda: make_engine(model_dirs["llama"], 1, block_size=16))
     engine = make_engine(model_dirs["llama"], 1, kv_cache_bytes=None, block_size=None)
     size = str(engine._core.vllm_config.cache_config.kv_cache_memory_bytes)
+    engine.close()
+    vllm_cpu.MAX_KV_CACHE_BYTES = 1
+    long = message(lambda: make_engine(model_dirs["llama"], 1, kv_cache_bytes=None, block_size=None))
     return {
         "class": bilinear, "stop": stop, "tp": three, "head_size": heads, "memory": memory, "default_memory": size,
+        "one_sequence": long, "block": block,
     }  # fmt: skip
 
 

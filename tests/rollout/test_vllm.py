@@ -243,7 +243,10 @@ def test_settings_that_cannot_work_are_refused(root: Path, model_dirs: Any, monk
     assert "needs a tokenizer" in said["stop"]
     assert "rollout.tp=3 does not divide the world size 2" in said["tp"]
     assert "head size 16" in said["head_size"]
-    assert "vLLM cannot start" in said["memory"]
+    assert said["memory"].startswith("rollout.kv_cache_bytes = 16384")
+    assert "rollout.max_response_tokens = 128: raise rollout.kv_cache_bytes" in said["memory"]
+    assert said["block"].startswith("rollout.block_size = 16 is refused by vLLM") and "null" in said["block"]
+    assert said["one_sequence"] == "accepted"  # room for one sequence at full length is the least
     assert said["default_memory"] == str(64 * 128 * 2 * 2 * 32 * 2 * 4 + 128 * 2 * 2 * 32 * 2 * 4)
     assert issubclass(UserError, ValueError)
 

@@ -215,6 +215,8 @@ def test_file_sizes_keep_to_the_limit() -> None:
         ({"attention_bias": True}, "attention_bias = true is not supported for model_type llama"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantized"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type 'yarn' of the model is not supported"),
+        ({"rope_scaling": {"type": "llama3", "factor": 8.0}}, "rope_type 'llama3' needs the number low_freq_factor"),
         ({"hidden_size": None}, "hidden_size"),
     ],
 )
@@ -225,11 +227,11 @@ def test_a_config_that_is_not_supported_is_named(changes: dict, message: str) ->
 
 
 def test_rope_is_kept_in_old_and_new_spelling() -> None:
-    old = {"rope_theta": 5e5, "rope_scaling": {"type": "llama3", "factor": 8.0}}
-    new = {"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "rope_theta": 5e5}}
+    old = {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 8.0}}
+    new = {"rope_parameters": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5e5}}
     base = {k: v for k, v in CONFIGS["llama"].items() if k != "rope_theta"}
     a, b = (ModelSpec.from_hf_config({**base, **c}) for c in (old, new))
-    assert a.rope == b.rope == {"rope_type": "llama3", "factor": 8.0, "rope_theta": 5e5}
+    assert a.rope == b.rope == {"rope_type": "linear", "factor": 8.0, "rope_theta": 5e5}
 
 
 @pytest.mark.parametrize("layout", [Layout(4, tp=4), Layout(2, pp=2)], ids=["tp4", "pp2"])

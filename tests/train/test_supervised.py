@@ -17,7 +17,7 @@ from hpc_rl.errors import UserError
 from hpc_rl.preflight import preflight
 from hpc_rl.supervised import SupervisedTrainer
 from hpc_rl.train import RLTrainer
-from tests.ranks import run_ranks
+from tests.ranks import RankFailed, run_ranks
 from tests.train.supervised import CONFIGS, NAMES, Plain, config_of, train
 
 MODEL = CONFIGS / "quickstart" / "model"
@@ -155,6 +155,13 @@ def test_shipped_configurations_are_accepted(name: str, tmp_path: Path) -> None:
 def test_a_response_must_be_text(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"lines.jsonl line 2: response = '7' must be a string"):
         examples_of(tmp_path, "sft", [LINES[0], {**LINES[1], "response": 7}])
+
+
+def test_the_best_by_a_metric_that_no_step_has_is_refused_at_the_first(tmp_path: Path) -> None:
+    config = config_of("sft", tmp_path / "run", steps=2, checkpoint__keep_best="grad_nrom")
+    with pytest.raises(RankFailed, match="keep_best = grad_nrom, but .* no such metric: .* such as grad_norm"):
+        run_ranks(1, train, config, 2)
+    assert len(_figures(tmp_path / "run")) == 1
 
 
 def test_each_trainer_refuses_the_others_names(tmp_path: Path) -> None:
