@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from hpc_rl.data.prompts import PromptSet, PromptStream
 from hpc_rl.data.tokenizer import load_tokenizer, tokenizer_path
 from hpc_rl.engine.colocate import Colocation
 from hpc_rl.engine.make import Engine, make_engine
-from hpc_rl.errors import RunError, UserError
+from hpc_rl.errors import UserError
 from hpc_rl.fault.phase import beat
 from hpc_rl.parallel import state as parallel_state
 from hpc_rl.parallel.collectives import agree
@@ -29,14 +30,15 @@ from hpc_rl.reshard.connect import connect
 from hpc_rl.reshard.execute import Resharder
 from hpc_rl.reward.score import RewardFunction
 from hpc_rl.rollout.vllm import VLLMEngine
+from hpc_rl.run_dir import say
+from hpc_rl.run_lock import prepare_run_dir, release_run_dir
 from hpc_rl.storage import manifest
 from hpc_rl.storage.checkpoint import Checkpointer
 from hpc_rl.storage.identity import check_identity, tokenizer_digest
-from hpc_rl.storage.lock import RunLock
 from hpc_rl.tensors.canonical import VALUE_HEAD, ModelSpec
 from hpc_rl.tensors.hf import check_names, load_into, open_hf
 from hpc_rl.tensors.random_init import fill_random
-from launch.env import RankInfo, detect, export_torch_env, job_id
+from launch.env import RankInfo, detect, export_torch_env
 from launch.nodes import check_nodes
 
 
@@ -76,44 +78,61 @@ def build(config: Config) -> Job:
 
     Raises: UserError on every rank, before any model is built, for what does not fit.
     """
-    tokenizer = load_tokenizer(config)
-    reward = RewardFunction.from_config(config.reward)
-    prompts = PromptSet.from_config(config, tokenizer, reward.required_fields)
-    stream = PromptStream(prompts, config.seed, config.data.shuffle, config.data.prompts_per_step)
-    parallel = join(config, stream)
-    if parallel.device.type == "cuda" and config.rollout.sleep_level == 2 and config.reshard.snapshot != "none":
-        raise UserError(
-            f"reshard.snapshot = {config.reshard.snapshot} has no effect with rollout.sleep_level = 2, which gives vLLM's "
-            "weights away each step, so that all of them travel: set rollout.sleep_level to 0 or 1, or reshard.snapshot=none"
-        )
-    if parallel.rank == 0:
-        say(f"Prompts: {prompts.summary()}")
-    actor = build_engine("actor", config, parallel)
-    critic = build_engine("critic", config, parallel) if needs_critic(config) else None
-    reference = build_engine("reference", config, parallel) if needs_reference(config) else None
-    sampler = build_sampler(config, parallel, tokenizer)
-    checkpointer = build_checkpointer(config, parallel)
-    return Job(
-        parallel=parallel,
-        prompts=stream,
-        actor=actor,
-        critic=critic,
-        reference=reference,
-        sampler=sampler,
-        reward=reward,
-        tokenizer=tokenizer,
-        resharder=connect(
+    with undo_on_error() as undo:
+        tokenizer = load_tokenizer(config)
+        reward = RewardFunction.from_config(config.reward)
+        undo.callback(reward.close)
+        prompts = PromptSet.from_config(config, tokenizer, reward.required_fields)
+        stream = PromptStream(prompts, config.seed, config.data.shuffle, config.data.prompts_per_step)
+        parallel = join(config, stream)
+        _check_sleep(config, parallel)
+        if parallel.rank == 0:
+            say(f"Prompts: {prompts.summary()}")
+        actor = build_engine("actor", config, parallel)
+        critic = build_engine("critic", config, parallel) if needs_critic(config) else None
+        reference = build_engine("reference", config, parallel) if needs_reference(config) else None
+        sampler = build_sampler(config, parallel, tokenizer)
+        undo.callback(sampler.close)
+        checkpointer = build_checkpointer(config, parallel)
+        resharder = connect(
             actor.shard_map(),
             sampler.shard_map(),
             config=config.reshard,
             cache=PlanCache(Path(config.run.dir) / "plans"),
             node_size=parallel.node_size,
             timeout_s=config.launch.timeout_s,
-        ),
-        colocation=Colocation(sampler, [e for e in (actor, critic, reference) if e], offload=config.parallel.offload),
-        checkpointer=checkpointer,
-        resume_from=find_checkpoint(config, checkpointer),
-    )
+        )
+        colocation = Colocation(sampler, [e for e in (actor, critic, reference) if e], offload=config.parallel.offload)
+        resume_from = find_checkpoint(config, checkpointer)
+        return Job(
+            parallel, stream, actor, critic, reference, sampler, reward, tokenizer, resharder, colocation, checkpointer,
+            resume_from,
+        )  # fmt: skip
+
+
+@contextmanager
+def undo_on_error() -> Iterator[ExitStack]:
+    """Gives back what a failed start took: the run directory, and in a job of one rank, which may try again, the rest.
+
+    Ranks of a larger job end with their error: others may wait in a collective that a tear-down would wait for too.
+    """
+    undo = ExitStack()
+    undo.callback(parallel_state.destroy)
+    try:
+        yield undo
+    except BaseException:
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            undo.close()
+        release_run_dir()
+        raise
+
+
+def _check_sleep(config: Config, parallel: ParallelState) -> None:
+    if parallel.device.type == "cuda" and config.rollout.sleep_level == 2 and config.reshard.snapshot != "none":
+        raise UserError(
+            f"reshard.snapshot = {config.reshard.snapshot} has no effect with rollout.sleep_level = 2, which gives vLLM's "
+            "weights away each step, so that all of them travel: set rollout.sleep_level to 0 or 1, or reshard.snapshot=none"
+        )
 
 
 def join(config: Config, prompts: PromptStream | None) -> ParallelState:
@@ -225,23 +244,6 @@ def choose_device(config: Config, info: RankInfo) -> torch.device:
     return torch.device("cuda", info.local_rank)
 
 
-def prepare_run_dir(config: Config, hf_config: Mapping[str, Any], parallel: ParallelState, launcher: str) -> None:
-    """Takes the run directory for this job, sets an earlier run aside and writes what a run starts with.
-
-    The lock is rank 0's until `release_run_dir`, or until its process ends.
-    """
-    error: BaseException | None = None
-    if parallel.rank == 0:
-        try:
-            if not _LOCKS:
-                _LOCKS.append(RunLock(config.run.dir, job_id()))
-            say(run_dir.set_aside(config, keep_logs=launcher != "none"))
-            run_dir.write_start(config, hf_config)
-        except Exception as caught:  # the other ranks wait in `agree` to hear of it
-            error = caught
-    agree(error)
-
-
 def check_goes_on(config: Config, prompts: PromptStream) -> None:
     """Refuses a checkpoint of another tokenizer, of other prompts or of another order of them. Raises UserError."""
     path = checkpoint_to_resume(config)
@@ -250,32 +252,6 @@ def check_goes_on(config: Config, prompts: PromptStream) -> None:
     extra = manifest.read(path).extra
     check_identity(extra, path, tokenizer=tokenizer_digest(tokenizer_path(config)[1]))
     prompts.check_state(extra["prompts"])
-
-
-_LOCKS: list[RunLock] = []  # of this process; at most one
-
-
-def release_run_dir() -> None:
-    """Gives the run directory back, if this process holds it."""
-    while _LOCKS:
-        _LOCKS.pop().release()
-
-
-def check_run_dir() -> None:
-    """All ranks go on while this job holds its run directory. Raises: RunError on every rank."""
-    error: BaseException | None = None
-    try:
-        for lock in _LOCKS:
-            lock.check()
-    except RunError as caught:
-        error = caught
-    agree(error)
-
-
-def say(line: str | None) -> None:
-    """A line for the user, of rank 0."""
-    if line is not None:
-        print(line, flush=True)
 
 
 def find_checkpoint(config: Config, checkpointer: Checkpointer) -> Path | None:

@@ -139,3 +139,9 @@ def find_run_checkpoint(path: str | Path) -> Path:
     if not found:
         raise UserError(f"{path}: holds no checkpoint_STEP_complete: give a run directory or a checkpoint")
     return found[max(found)]
+
+
+def say(line: str | None) -> None:
+    """A line for the user, of rank 0."""
+    if line is not None:
+        print(line, flush=True)

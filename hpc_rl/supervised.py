@@ -11,7 +11,7 @@ from typing import Any
 from hpc_rl.algo.registry import Objective, objective
 from hpc_rl.algo.supervised import supervised_loss, with_weights
 from hpc_rl.batch import Batch
-from hpc_rl.build import build_checkpointer, build_engine, find_checkpoint, join, release_run_dir, say
+from hpc_rl.build import build_checkpointer, build_engine, find_checkpoint, join, undo_on_error
 from hpc_rl.config import Config
 from hpc_rl.data.examples import Examples
 from hpc_rl.data.prompts import PromptStream
@@ -20,6 +20,8 @@ from hpc_rl.engine.make import Engine
 from hpc_rl.fault.phase import phase
 from hpc_rl.parallel import state as parallel_state
 from hpc_rl.parallel.state import ParallelState
+from hpc_rl.run_dir import say
+from hpc_rl.run_lock import release_run_dir
 from hpc_rl.storage.checkpoint import Checkpointer
 from hpc_rl.trainer import Trainer
 
@@ -57,26 +59,27 @@ def build_supervised(config: Config) -> SupervisedJob:
     """
     goal = objective(config.algorithm.name)
     assert goal is not None, "supervised_loss refuses algorithms with rollouts"
-    tokenizer = load_tokenizer(config)
-    examples = Examples(config, goal, tokenizer)
-    prompts = PromptStream(examples.prompts, config.seed, config.data.shuffle, config.data.prompts_per_step)
-    parallel = join(config, prompts)
-    if parallel.rank == 0:
-        say(f"Examples: {examples.summary()}")
-    model = build_engine(goal.role, config, parallel)
-    reference = build_engine("reference", config, parallel) if goal.needs_reference else None
-    checkpointer = build_checkpointer(config, parallel)
-    return SupervisedJob(
-        goal=goal,
-        parallel=parallel,
-        examples=examples,
-        prompts=prompts,
-        model=model,
-        reference=reference,
-        tokenizer=tokenizer,
-        checkpointer=checkpointer,
-        resume_from=find_checkpoint(config, checkpointer),
-    )
+    with undo_on_error():
+        tokenizer = load_tokenizer(config)
+        examples = Examples(config, goal, tokenizer)
+        prompts = PromptStream(examples.prompts, config.seed, config.data.shuffle, config.data.prompts_per_step)
+        parallel = join(config, prompts)
+        if parallel.rank == 0:
+            say(f"Examples: {examples.summary()}")
+        model = build_engine(goal.role, config, parallel)
+        reference = build_engine("reference", config, parallel) if goal.needs_reference else None
+        checkpointer = build_checkpointer(config, parallel)
+        return SupervisedJob(
+            goal=goal,
+            parallel=parallel,
+            examples=examples,
+            prompts=prompts,
+            model=model,
+            reference=reference,
+            tokenizer=tokenizer,
+            checkpointer=checkpointer,
+            resume_from=find_checkpoint(config, checkpointer),
+        )
 
 
 class SupervisedTrainer(Trainer):

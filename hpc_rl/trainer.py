@@ -13,7 +13,7 @@ import torch
 import yaml
 
 from hpc_rl import rng
-from hpc_rl.build import check_run_dir, say
+from hpc_rl.build import undo_on_error
 from hpc_rl.config import Config
 from hpc_rl.config_load import dump_config
 from hpc_rl.data.prompts import PromptStream
@@ -25,7 +25,8 @@ from hpc_rl.fault.signals import StopSignals
 from hpc_rl.metrics.meter import Meter
 from hpc_rl.metrics.sinks import Sinks
 from hpc_rl.parallel.state import ParallelState
-from hpc_rl.run_dir import resume_line
+from hpc_rl.run_dir import resume_line, say
+from hpc_rl.run_lock import check_run_dir
 from hpc_rl.storage.checkpoint import Checkpointer
 from hpc_rl.storage.identity import check_identity, tokenizer_digest
 
@@ -60,7 +61,8 @@ class Trainer(ABC):
         self.stopped_by: signal.Signals | None = None
         self._signals = StopSignals()
         self._identity = {"tokenizer": tokenizer_digest(tokenizer_path(config)[1])}
-        with phase("load"):
+        with undo_on_error() as undo, phase("load"):
+            undo.callback(job.close)
             self._restore()
         self.sinks = Sinks.from_config(config, self.steps_done, job.parallel.rank)
 

@@ -47,8 +47,9 @@ def generation_memory(job: PlannedJob) -> Generation:
     per_token = 2 * spec.num_layers * max(1, spec.num_kv_heads // tp) * spec.head_dim * job.item_bytes
     if job.on_cpu:
         block = rollout.block_size or CPU_BLOCK_TOKENS
-        needed = rollout.max_num_seqs * -(-job.longest // block) * block * per_token
-        kv = float(rollout.kv_cache_bytes or min(CPU_KV_CACHE_BYTES, needed))
+        sequence = -(-job.longest // block) * block * per_token
+        most = min(CPU_KV_CACHE_BYTES, rollout.max_num_seqs * sequence)
+        kv = float(rollout.kv_cache_bytes or max(most, sequence + block * per_token))
         return Generation(weights, kv, _activation_bytes(job, 4096), 0.0, 0.0, per_token)
     residue = EAGER_RESIDUE_BYTES if rollout.enforce_eager else RESIDUE_BYTES
     activations = _activation_bytes(job, _batched_tokens(job))

@@ -41,6 +41,29 @@ def two_trainers(directory: Path) -> list[dict[str, float]]:
     return out
 
 
+def after_a_failed_start(directory: Path) -> tuple[str, bool, int]:
+    """(error of a damaged checkpoint, whether the lock was left, steps of the trainer made next in this process)."""
+    values = [f"run.dir={directory}", "data.prompts_per_step=8", "steps=1"]
+    trainer = RLTrainer(config=load_config(QUICKSTART, values))
+    trainer.train()
+    trainer.close()
+    (shard,) = (directory / "checkpoints" / "checkpoint_1_complete" / "shards").iterdir()
+    data = bytearray(shard.read_bytes())
+    data[4096::512] = bytes(b ^ 1 for b in data[4096::512])
+    shard.write_bytes(data)
+    try:
+        RLTrainer(config=load_config(QUICKSTART, [*values, f"resume={shard.parents[1]}"]))
+        message = "accepted"
+    except UserError as error:
+        message = str(error)
+    left = (directory / "lock").read_text() != ""
+    trainer = RLTrainer(config=load_config(QUICKSTART, values))
+    trainer.train()
+    done = trainer.steps_done
+    trainer.close()
+    return message, left, done
+
+
 def side_by_side(directory: Path, model: Path) -> list[list[str]]:
     """What two models answer beside a trainer, before and after its next step and the end of one of them."""
     config = load_config(QUICKSTART, [f"run.dir={directory}", "data.prompts_per_step=32", "algorithm.mini_batches=1"])

@@ -14,7 +14,17 @@ from safetensors.torch import load_file
 import hpc_rl
 from hpc_rl.errors import RunError
 from hpc_rl.rollout.vllm import preload
-from tests.api.jobs import QUICKSTART, alone, generate, refusals, save_again, side_by_side, two_trainers, values
+from tests.api.jobs import (
+    QUICKSTART,
+    after_a_failed_start,
+    alone,
+    generate,
+    refusals,
+    save_again,
+    side_by_side,
+    two_trainers,
+    values,
+)
 from tests.rollout.models import canonical, hf_model
 
 pytestmark = pytest.mark.xdist_group("api")
@@ -167,6 +177,12 @@ def test_trainers_one_after_the_other(tmp_path: Path) -> None:
     assert alone(values, tmp_path / "b", ["12+34=46"], None)["final"] != [0.0]
     greedy = alone(generate, tmp_path / "b" / "checkpoints" / "checkpoint_1_complete", PROMPTS)["greedy"]
     assert [text for text, *_ in greedy] == PROMPTS
+
+
+def test_a_failed_start_leaves_nothing_behind(tmp_path: Path) -> None:
+    message, lock_left, steps = alone(after_a_failed_start, tmp_path)
+    assert "digest" in message
+    assert (lock_left, steps) == (False, 1)
 
 
 def test_models_beside_a_trainer_and_each_other(tmp_path: Path) -> None:
