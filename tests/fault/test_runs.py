@@ -52,7 +52,7 @@ def test_a_rank_hangs(tmp_path: Path) -> None:
     node = report(tmp_path)["node"]
     assert re.fullmatch(
         rf"hpc-rl: the run stopped: rank 1 on {node} hung in reward of step 2: no progress for 3 s, at score "
-        r"\(bad.py:11\) \(more: run/failure.json, run/logs/rank_1.log\)\n",
+        r"\(bad.py:12\) \(more: run/failure.json, run/logs/rank_1.log\)\n",
         done.stderr,
     )
     assert done.returncode == 79
@@ -94,7 +94,7 @@ def test_a_rank_is_killed(tmp_path: Path) -> None:
     written = report(tmp_path)
     assert (written["rank"], written["kind"], written["phase"], written["step"]) == (1, "killed", "reward", 2)
     assert [(o["rank"], o["kind"]) for o in written["others"]] == [(0, "exception")]
-    assert "Connection closed by peer" in (tmp_path / "run/logs/rank_0.log").read_text()
+    assert re.search("Connection (closed|reset) by peer", (tmp_path / "run/logs/rank_0.log").read_text())
 
 
 def test_a_rank_raises(tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_a_loss_is_not_finite(tmp_path: Path) -> None:
     ("override", "named"),
     [
         ("data.max_prompt_tokens=2", "all 4096 prompts are longer than data.max_prompt_tokens = 2"),
-        ("rollout.kv_cache_bytes=1", "vLLM cannot start with"),
+        ("rollout.block_size=7", "rollout.block_size = 7"),
     ],
 )
 def test_what_only_the_ranks_can_find_wrong_is_one_line(override: str, named: str, tmp_path: Path) -> None:
