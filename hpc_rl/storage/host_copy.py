@@ -9,9 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
+from hpc_rl.storage.blocks import WRITE_BYTES
 from hpc_rl.storage.plan import Extent, full_name
 from hpc_rl.storage.restore import Copy
-from hpc_rl.storage.shards import WRITE_BYTES, Member
+from hpc_rl.storage.shards import Member
 from hpc_rl.storage.tensor_io import itemsize
 from hpc_rl.tensors.shardmap import Piece, ShardMap, crop, view
 
@@ -92,7 +93,7 @@ def copy_from_gpu(pairs: list[tuple[Tensor, Tensor]], device: torch.device, read
 
 
 def copy_in_order(pairs: list[tuple[Tensor, Tensor]], done: Callable[[Tensor], None], num_threads: int) -> None:
-    """Copies in threads (without the interpreter lock); ``done(target)`` about every 16 MiB: all up to it is there."""
+    """Copies in threads (without the interpreter lock); ``done(target)`` about every 8 MiB: all up to it is there."""
     groups: list[list[tuple[Tensor, Tensor]]] = [[]]
     for pair in pairs:
         if sum(target.nbytes for target, _ in groups[-1]) >= WRITE_BYTES:

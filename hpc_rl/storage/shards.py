@@ -9,9 +9,7 @@ from __future__ import annotations
 import io
 import json
 import os
-from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -21,13 +19,10 @@ import h5py
 import numpy as np
 from h5py import h5d, h5p, h5s
 
+from hpc_rl.storage.blocks import write_data
 from hpc_rl.storage.files import Files
 from hpc_rl.storage.plan import Extent, Region, regions, state_name, with_state
 from hpc_rl.storage.tensor_io import digest, h5_type, itemsize
-
-# Straight from the shared host memory: its 4 KiB pages need more bytes in flight than huge pages do, and less of the
-# processor than a copy into some.
-WRITE_BYTES, NUM_IN_FLIGHT = 16 << 20, 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,32 +239,3 @@ def write_skeleton(files: Files, path: Path, frame: Skeleton) -> None:
         files.truncate(fd, frame.nbytes)
     finally:
         os.close(fd)
-
-
-def write_data(
-    write: Callable[[memoryview, int], None], member: Member, offsets: dict[str, int], buffer: memoryview,
-    wait_filled: Callable[[int], None],
-) -> list[bytes]:  # fmt: skip
-    """The blocks of all regions, several in flight while the digests of their extents are taken. Returns these."""
-    digests: list[bytes] = []
-    begin_of = {region.dataset.split("/")[1]: region.offset for region in member.regions()}
-    pending = []
-    for extent in member.all_extents():
-        begin = begin_of[member.dataset(extent)] + extent.begin * itemsize(extent.dtype)
-        pending.append((begin, begin + extent.nbytes))
-    with ThreadPoolExecutor(NUM_IN_FLIGHT) as pool:
-        writes: deque[Future[None]] = deque()
-        for region in member.regions():
-            for low in range(0, region.nbytes, WRITE_BYTES):
-                high = min(low + WRITE_BYTES, region.nbytes)
-                wait_filled(region.offset + high)
-                block = buffer[region.offset + low : region.offset + high]
-                writes.append(pool.submit(write, block, offsets[region.dataset] + low))
-                while len(digests) < len(pending) and pending[len(digests)][1] <= region.offset + high:
-                    first, last = pending[len(digests)]
-                    digests.append(digest(buffer[first:last]))
-                if len(writes) > 2 * NUM_IN_FLIGHT:
-                    writes.popleft().result()
-        for pending_write in writes:
-            pending_write.result()
-    return digests
