@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import re
+import sys
 import time
 import traceback
 from collections.abc import Iterator
@@ -54,7 +55,8 @@ def reporting(reporter: Reporter) -> Iterator[None]:
             raise
         failure = failure_of(error, reporter.rank, reporter.node)
         setattr(error, _FAILURE, failure)
-        record(failure, reporter.run_dir)
+        if record(failure, reporter.run_dir) is None:  # a full disk: then only this console can say it
+            print(f"hpc-rl: rank {reporter.rank}: {failure.message} (no report could be written)", file=sys.stderr, flush=True)
         if reporter.is_alone and not is_consequence(failure):
             final_report(reporter.run_dir, failure, decided="the run ends")
         if reporter.log is not None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from math import ceil
 from pathlib import Path
 from types import TracebackType
@@ -28,6 +30,7 @@ from hpc_rl.rollout.sampler import assign, request_seed, samples_to_batch, sort_
 from hpc_rl.storage.rollout_reader import Record, finished_samples
 from hpc_rl.storage.rollouts import RolloutWriter
 
+logger = logging.getLogger(__name__)
 GREEDY = -1  # sample_id of the greedy response to a prompt, which is a baseline and no part of the batch
 
 
@@ -86,10 +89,8 @@ class Collector:
         self._prompts: list[Prompt] = []
         self._num_reused = 0
         self._journal = _journal(config, step) if config.checkpoint.rollouts else {}
-        writer = None
-        if config.checkpoint.rollouts and place == 0:
-            writer = RolloutWriter(config.run.dir, step, rank(), rollout_key(config))
-        self._judge = Judge(reward, writer) if place == 0 else None
+        keeps = (lambda: RolloutWriter(config.run.dir, step, rank(), rollout_key(config))) if config.checkpoint.rollouts else None
+        self._judge = Judge(reward, keeps, config.checkpoint.on_error) if place == 0 else None
 
     def __enter__(self) -> Collector:
         return self
@@ -142,10 +143,16 @@ class Judge:
     and generation goes on.
     """
 
-    def __init__(self, reward: RewardFunction, writer: RolloutWriter | None = None) -> None:
-        self._reward, self._writer = reward, writer
+    def __init__(
+        self, reward: RewardFunction, open_journal: Callable[[], RolloutWriter] | None = None, on_error: str = "stop"
+    ) -> None:
+        self._reward, self._on_error = reward, on_error
         self._scores: dict[tuple[int, int], float] = {}
         self.error: BaseException | None = None
+        self._writer: RolloutWriter | None = None
+        if open_journal is not None:
+            with self._journal_may_fail():
+                self._writer = open_journal()
 
     def __call__(self, sample: Sample) -> None:
         if self.error is not None:
@@ -155,9 +162,25 @@ class Judge:
                 (score,) = self._reward.score([sample])
             self._scores[sample.request.group_id, sample.request.sample_id] = score
             if self._writer is not None:
-                self._writer.append(sample, score)
+                with self._journal_may_fail():
+                    self._writer.append(sample, score)
         except Exception as error:
             self.error = error
+
+    @contextmanager
+    def _journal_may_fail(self) -> Iterator[None]:
+        """A full disk: ``checkpoint.on_error`` says whether the run goes on without the rest of this step's journal."""
+        try:
+            yield
+        except OSError as error:
+            if self._on_error == "continue":
+                logger.warning("rollouts of this step are not kept any more: %s", error)
+                self.close()
+                return
+            self.error = RunError(
+                f"rollouts cannot be kept: {error}: make room and resume, or set checkpoint.rollouts=false or "
+                "checkpoint.on_error=continue"
+            )
 
     def scores_of(self, samples: Sequence[Sample]) -> list[float]:
         """The scores, in the order of ``samples``."""
@@ -165,8 +188,9 @@ class Judge:
 
     def close(self) -> None:
         """Ends the journal."""
-        if self._writer is not None:
-            self._writer.close()
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
 
 
 def step_requests(prompts: Sequence[Prompt], samples_per_prompt: int, run_seed: int, step: int) -> list[Request]:

@@ -7,6 +7,8 @@ SIGKILL, sees whole sequences only; the row's digest proves it. Token-flat like 
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -36,6 +38,9 @@ if TYPE_CHECKING:
 __all__ = ["RolloutReader", "RolloutWriter", "add_fields", "finished_samples"]
 logger = logging.getLogger(__name__)
 CHUNK = 16384  # elements
+ROOM_BYTES = 1 << 20  # more than the chunks that a sequence begins
+KEEP_SIZE, PUNCH_HOLE = 1, 2  # of fallocate
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Journal:
@@ -44,8 +49,10 @@ class Journal:
     def __init__(
         self, path: Path, step: int, rank: int, key: str, fields: Mapping[str, np.ndarray[Any, Any]] | None = None
     ) -> None:
+        self._room = Room(path)
         self._file = create(path, step, rank, key)
-        self._fd = os.open(path, os.O_RDONLY)  # for fsync, whatever the file is called by then
+        self._fd = os.open(path, os.O_RDWR)  # for fsync and room, whatever the file is called by then
+        self._room.ensure(self._fd, sum(values.nbytes for values in (fields or {}).values()))
         for name, values in (fields or {}).items():
             self._file[name] = values
         self._datasets = {name: self._file[name].id for name in (*TOKENS, "text", "sequences")}
@@ -73,6 +80,7 @@ class Journal:
         row["text_end"] = self._text + len(data["text"])
         row["digest"] = 0
         row["digest"] = record_digest(row, data)
+        self._room.ensure(self._fd, sum(values.nbytes for values in data.values()))
         for name, values in data.items():
             self._extend(name, self._text if name == "text" else self._tokens, values)
         self._extend("sequences", self._rows, row)
@@ -98,8 +106,48 @@ class Journal:
         if self._file:
             self._datasets.clear()
             self._file.close()
+            self._room.give_back(self._fd)
             os.fsync(self._fd)
             os.close(self._fd)
+
+
+class Room:
+    """Space on the disk that a journal has before HDF5 writes: an HDF5 file that meets a full disk takes the process down.
+
+    Raises: OSError (no space left on device), while the file is still sound.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._end = 0
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+        try:
+            self.ensure(fd, 0)
+        except OSError:
+            os.unlink(path)
+            raise
+        finally:
+            os.close(fd)
+        self._end = 0  # HDF5 makes the file anew
+
+    def ensure(self, fd: int, nbytes: int) -> None:
+        """Takes room for ``nbytes`` more, and for what HDF5 adds: chunks are written whole."""
+        wanted = os.fstat(fd).st_size + nbytes + ROOM_BYTES
+        if wanted > self._end:
+            code = fallocate(fd, KEEP_SIZE, 0, wanted + ROOM_BYTES)
+            if code in (errno.ENOSPC, errno.EDQUOT):  # other codes: a file system that cannot
+                raise OSError(code, os.strerror(code))
+            self._end = wanted + ROOM_BYTES
+
+    def give_back(self, fd: int) -> None:
+        """Frees what lies beyond the end of the file."""
+        size = os.fstat(fd).st_size
+        fallocate(fd, KEEP_SIZE | PUNCH_HOLE, size, max(1, self._end - size))
+
+
+def fallocate(fd: int, mode: int, offset: int, nbytes: int) -> int:
+    """The system call; returns 0 or its errno."""
+    done = _libc.fallocate(fd, mode, ctypes.c_int64(offset), ctypes.c_int64(nbytes))
+    return 0 if done == 0 else ctypes.get_errno()
 
 
 class RolloutWriter:

@@ -20,6 +20,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from threading import Condition, Thread
 
+from hpc_rl.errors import RunError
 from hpc_rl.storage.files import Files, remove_tree
 from hpc_rl.storage.finish import Finish, IndexFile, Whole, finish, mark, prune, sweep
 from hpc_rl.storage.shards import Member, Report, Skeleton, alignment, skeleton, write_shard
@@ -144,7 +145,8 @@ class Writer:
             self.run_job(job)
             return None
         except Exception as error:
-            traceback.print_exc()
+            if not isinstance(error, OSError | RunError):  # what the disk did, the rank tells in a line
+                traceback.print_exc()
             give_up(job, error)
             return describe(error)
 
@@ -223,4 +225,5 @@ def main() -> None:
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
     if os.getppid() != parent:
         return
-    Writer(Connection(pipe_fd), memory_fd).serve()
+    with suppress(ParentGone):
+        Writer(Connection(pipe_fd), memory_fd).serve()
