@@ -40,6 +40,8 @@ def inspect_path(path: str | Path, verify: bool = False, num_samples: int = 4) -
         return inspect_rollouts(sorted(path.glob("rank_*.h5")), num_samples)
     if (path / "checkpoints").is_dir() or (path / "rollouts").is_dir():
         return inspect_run(path, verify)
+    if path.name.endswith("_complete") or (path / "shards").is_dir():
+        raise UserError(f"{path / 'manifest.json'}: missing, so this is no whole checkpoint: use an older checkpoint")
     raise UserError(
         f"{path}: neither a run, a checkpoint, nor rollouts: give RUN or RUN/checkpoints/checkpoint_STEP_complete"
     )

@@ -144,3 +144,10 @@ def test_reading_imports_no_torch(run_dir: Path) -> None:
     )
     root = Path(__file__).parents[2]
     subprocess.run([sys.executable, "-c", code], check=True, cwd=root)
+
+
+def test_a_checkpoint_without_its_manifest_is_told_what_is_missing(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint_8_complete"
+    (path / "shards").mkdir(parents=True)
+    with pytest.raises(UserError, match=r"checkpoint_8_complete/manifest\.json: missing"):
+        inspect_path(path)
