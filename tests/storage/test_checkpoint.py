@@ -108,3 +108,14 @@ def test_synchronous_saves_keep_no_copy_of_the_state_in_between(tmp_path: Path) 
                 held = os.fstat(one._spool.buffer.fd).st_blocks
                 assert (held > 0) == asynchronous
             assert_loads(one, 2)
+
+
+def test_a_ranks_own_values_may_change_their_size(tmp_path: Path) -> None:
+    with checkpointer(tmp_path) as one:
+        for step, nbytes in enumerate((10, 9000, 300)):  # pickled generators do
+            own = {"rng": os.urandom(nbytes)}
+            one.save(step, state(step), {}, own)
+            one.wait()
+            loaded = state()
+            assert one.load(one.root / f"checkpoint_{step}_complete", loaded)[1] == own
+            assert_reference(*loaded["actor"], step)

@@ -92,6 +92,22 @@ def test_a_failed_write_prunes_nothing_even_where_the_policy_keeps_fewer_than_th
     assert steps(tmp_path) == [1, 2]
 
 
+def test_with_on_error_continue_a_failed_write_is_a_warning_at_the_next_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with checkpointer(tmp_path, Broken(), on_error="continue") as one:
+        one.save(1, state(1), {})
+        deadline = time.monotonic() + 60
+        while one._writing and time.monotonic() < deadline:
+            assert one.poll() is None
+            time.sleep(0.02)
+        assert "a checkpoint could not be written: rank 0: OSError" in caplog.text
+        one.files = Files()
+        one.save(2, state(2), {})
+        one.wait()
+        assert_loads(one, 2)
+
+
 BALLAST = 4 << 20
 
 
