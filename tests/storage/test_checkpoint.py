@@ -6,6 +6,7 @@ import os
 import time
 from pathlib import Path
 
+from hpc_rl.storage.verify import verify
 from tests.storage.disks import Slow
 from tests.storage.layouts import assert_reference
 from tests.storage.one_rank import assert_loads, checkpointer, state, steps
@@ -116,6 +117,7 @@ def test_a_ranks_own_values_may_change_their_size(tmp_path: Path) -> None:
             own = {"rng": os.urandom(nbytes)}
             one.save(step, state(step), {}, own)
             one.wait()
-            loaded = state()
-            assert one.load(one.root / f"checkpoint_{step}_complete", loaded)[1] == own
+            loaded, path = state(), one.root / f"checkpoint_{step}_complete"
+            assert verify(path) == []
+            assert one.load(path, loaded)[1] == own
             assert_reference(*loaded["actor"], step)

@@ -20,9 +20,7 @@ TIMES = ("seconds", "per_second")
 
 
 def config_of(run_dir: Path, **values: Any) -> Config:
-    kl = {"algorithm__kl_target": 0.01, "algorithm__kl_horizon": 100}  # its coefficient moves at every step
-    sizes = {"steps": 3, "checkpoint__every": 1, "data__prompts_per_step": 8}
-    return quickstart(**{"run__dir": run_dir, **sizes, **kl, **values})
+    return quickstart(**{"run__dir": run_dir, "steps": 3, "checkpoint__every": 1, "data__prompts_per_step": 8, **values})
 
 
 def figures(run_dir: Path) -> list[dict[str, float]]:
