@@ -115,6 +115,7 @@ def to_prune(
     keep = set(steps[-keep_last:])
     keep |= {step for step in steps if keep_every and step % keep_every == 0}
     scored = [(checkpoints[step][keep_best], step) for step in steps if keep_best and keep_best in checkpoints[step]]
+    scored = [(value, step) for value, step in scored if value == value]  # NaN is no best, and would hide the others
     if scored:
         keep.add(max(scored)[1])
     return [step for step in steps if step not in keep]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,10 @@ import torch
 from hpc_rl.batch import Batch
 from hpc_rl.config import AlgorithmConfig, Config, RewardConfig
 from hpc_rl.errors import RunError
-from hpc_rl.rollout.collect import choose_groups, group_means, num_informative, rollout_key, staleness
+from hpc_rl.rollout.collect import _kept, choose_groups, group_means, num_informative, rollout_key, staleness
 from hpc_rl.rollout.protocol import Prompt, Request, Sample
 from hpc_rl.rollout.sampler import samples_to_batch, sort_batch
+from hpc_rl.storage.rollouts import RolloutWriter, finished_samples
 
 SCORES = {0: [1.0, 1.0], 1: [0.0, 1.0], 2: [0.0, 0.0], 3: [0.5, 0.0], 4: [1.0, 0.0]}
 
@@ -85,3 +87,13 @@ def test_samples_scored_by_other_code_are_not_taken_from_the_journal(
     assert rollout_key(config) == before
     (tmp_path / "my_reward.py").write_text("def score(prompt, response, fields): return 1.0\n")
     assert rollout_key(config) != before
+
+
+def test_the_journal_gives_only_scored_samples_of_these_weights(tmp_path: Path) -> None:
+    requests = [Request(Prompt(i, (1, 2), "p"), i, 0, 5) for i in range(3)]
+    samples = [Sample(request, (7,), (-0.5,), True, 4, "", 0.0) for request in requests]
+    with RolloutWriter(tmp_path, 5, 0) as writer:
+        writer.append(samples[0], score=1.0)
+        writer.append(samples[1])  # killed before its score was there
+        writer.append(replace(samples[2], version=3), score=1.0)
+    assert _kept(requests, finished_samples(tmp_path, 5), version=4) == {(0, 0): (samples[0], 1.0)}

@@ -22,3 +22,15 @@ class Broken(Files):
 
     def open(self, path: Path, direct: bool = False) -> int:
         raise OSError(5, os.strerror(5))
+
+
+class SlowSync(Files):
+    """Takes its time over each fsync, and says that it has begun."""
+
+    def __init__(self, begun: Path) -> None:
+        self.begun = begun
+
+    def fsync(self, fd: int) -> None:
+        self.begun.touch()
+        time.sleep(1.0)
+        super().fsync(fd)

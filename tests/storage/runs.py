@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import io
 import os
+import random
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+
+from hpc_rl import rng
 from hpc_rl.config import Config
 from hpc_rl.errors import RunError, UserError
 from hpc_rl.supervised import SupervisedTrainer
@@ -42,6 +47,24 @@ def resume(config: Config) -> tuple[str, int, list[float]]:
     began_after, weights = trainer.steps_done, weights_of(trainer)
     trainer.close()
     return printed.getvalue(), began_after, weights
+
+
+def generators(config: Config, draws: int) -> dict[str, bytes]:
+    """This rank's generators at the end of a run whose every step draws ``draws`` numbers of each."""
+    os.environ["HPC_RL_LOCAL"] = "1"
+    trainer = SupervisedTrainer(config)
+    original = trainer.step
+
+    def drawing(step: int) -> dict[str, float]:
+        metrics = original(step)
+        for _ in range(draws):
+            torch.rand(()), np.random.rand(), random.random()
+        return metrics
+
+    trainer.step = drawing  # type: ignore[method-assign]
+    trainer.train()
+    trainer.close()
+    return {name: state.tobytes() for name, state in rng.capture().items()}
 
 
 def refusal(config: Config) -> str:

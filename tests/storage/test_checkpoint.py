@@ -6,7 +6,9 @@ import os
 import time
 from pathlib import Path
 
+from hpc_rl.storage.verify import verify
 from tests.storage.disks import Slow
+from tests.storage.layouts import assert_reference
 from tests.storage.one_rank import assert_loads, checkpointer, state, steps
 
 
@@ -76,12 +78,15 @@ def test_old_ones_go_by_policy_and_only_after_the_new_one_is_whole(tmp_path: Pat
 
 
 def test_staging_frees_the_host_buffer_before_the_shard_is_written(tmp_path: Path) -> None:
-    with checkpointer(tmp_path / "run", Slow(), stage_dir=str(tmp_path / "stage")) as one:
+    with checkpointer(tmp_path / "run", Slow(), stage_dir=str(tmp_path / "stage"), keep_last=3) as one:
         for step in (1, 2, 3):
             one.save(step, state(step), {})
         assert steps(tmp_path / "run") == [1], "the second is being carried, the third waits on the staging disk"
         one.wait()
-        assert_loads(one, 3)
+        for step in (1, 2, 3):
+            loaded = state()
+            one.load(one.root / f"checkpoint_{step}_complete", loaded)
+            assert_reference(*loaded["actor"], step)
     assert list((tmp_path / "stage").iterdir()) == []
 
 
@@ -104,3 +109,15 @@ def test_synchronous_saves_keep_no_copy_of_the_state_in_between(tmp_path: Path) 
                 held = os.fstat(one._spool.buffer.fd).st_blocks
                 assert (held > 0) == asynchronous
             assert_loads(one, 2)
+
+
+def test_a_ranks_own_values_may_change_their_size(tmp_path: Path) -> None:
+    with checkpointer(tmp_path) as one:
+        for step, nbytes in enumerate((10, 9000, 300)):  # pickled generators do
+            own = {"rng": os.urandom(nbytes)}
+            one.save(step, state(step), {}, own)
+            one.wait()
+            loaded, path = state(), one.root / f"checkpoint_{step}_complete"
+            assert verify(path) == []
+            assert one.load(path, loaded)[1] == own
+            assert_reference(*loaded["actor"], step)

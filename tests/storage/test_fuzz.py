@@ -112,6 +112,7 @@ def test_many_damages_at_a_time_end_the_load(tmp_path: Path, run_dir: Path) -> N
             byte = file.read(1)[0]
             file.seek(int(index.offset[row]))
             file.write(bytes([byte ^ 1]))
+    assert len(verify(checkpoint)) == len(index.name), "each extent is told, the ranks' own bytes too"
     run_ranks(1, newest_in_small_reads, tmp_path, timeout_s=30)
 
 

@@ -133,3 +133,27 @@ def renew(path: Path) -> None:
     """Another job's lock, in a file of its own."""
     path.unlink()
     foreign(path.parent)
+
+
+def test_of_two_jobs_that_find_the_same_stale_lock_the_last_to_write_has_it(tmp_path: Path) -> None:
+    path = foreign(tmp_path)
+
+    def rival() -> None:
+        deadline = time.monotonic() + 60
+        while '"node7"' in path.read_text() and time.monotonic() < deadline:
+            time.sleep(0.005)
+        foreign(tmp_path, host="node9", nonce="rival")
+
+    thread = threading.Thread(target=rival)
+    thread.start()
+    try:
+        with pytest.raises(UserError, match="in use by process 1 on node9, job 8"):
+            RunLock(tmp_path, beat_s=0.5)
+    finally:
+        thread.join()
+
+
+def test_a_lock_from_before_this_hosts_last_boot_is_stale_at_once() -> None:
+    owner = {"host": socket.gethostname(), "boot": "before", "pid": os.getpid(), "job_id": "8"}
+    owner["started"] = lock.started(os.getpid())
+    assert not lock.alive(owner, None, flock_told=False, look=lambda: pytest.fail("there is nothing to wait for"))

@@ -140,3 +140,8 @@ def test_shard_files_of_nodes_and_their_directories() -> None:
 def test_the_policy_of_pruning(steps: list[int], policy: tuple[int, int, str | None], gone: list[int]) -> None:
     metrics = {step: {"reward": 1.0 if step == 2 else 0.5} for step in steps}
     assert to_prune(metrics, *policy) == gone
+
+
+def test_a_metric_that_is_nan_is_never_the_best() -> None:
+    metrics = {step: {"reward": value} for step, value in enumerate([float("nan"), 0.5, 0.9, 0.1, float("nan"), 0.2])}
+    assert to_prune(metrics, 1, 0, "reward") == [0, 1, 3, 4]

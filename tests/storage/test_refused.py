@@ -87,9 +87,10 @@ def test_a_missing_optimizer_is_not_replaced_by_a_fresh_one(tmp_path: Path) -> N
 
 def test_a_newer_schema_is_refused_and_not_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with checkpointer(tmp_path) as one:
-        one.save(1, state(1), {})
+        for step in (1, 2):
+            one.save(step, state(step), {})
         one.wait()
-        path = one.root / "checkpoint_1_complete" / "manifest.json"
+        path = one.root / "checkpoint_2_complete" / "manifest.json"
         content = manifest.read(path.parent)
         monkeypatch.setattr(manifest, "SCHEMA", 2)
         path.write_bytes(manifest.encode(content))

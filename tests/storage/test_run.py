@@ -12,7 +12,7 @@ import pytest
 from hpc_rl.storage import checkpoint, host_copy, manifest
 from tests.ranks import run_ranks
 from tests.storage.one_rank import steps
-from tests.storage.runs import overlapping_saves, refusal, resume, train_without_lock
+from tests.storage.runs import generators, overlapping_saves, refusal, resume, train_without_lock
 from tests.train.supervised import CONFIGS, config_of
 
 pytestmark = pytest.mark.xdist_group("train")
@@ -66,3 +66,12 @@ def test_the_step_beside_a_save_does_not_change_what_is_saved(tmp_path: Path, mo
     for step in (1, 2, 3):
         path = tmp_path / "checkpoints" / f"checkpoint_{step}_complete"
         assert run_ranks(1, resume, config(resume=str(path)))[0][1:] == (step, weights[step - 1])
+
+
+def test_the_generators_of_each_rank_go_on_where_they_were(tmp_path: Path) -> None:
+    config = partial(config_of, "sft", tmp_path)
+    run_ranks(2, generators, config(steps=1), 3)
+    resumed = run_ranks(2, generators, config(steps=2, resume="auto"), 3)
+    undisturbed = run_ranks(2, generators, config_of("sft", tmp_path / "whole", steps=2), 3)
+    assert resumed == undisturbed
+    assert resumed[0] != resumed[1], "the ranks draw differently"

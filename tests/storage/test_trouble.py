@@ -17,7 +17,7 @@ from hpc_rl.storage.files import Files
 from hpc_rl.storage.lock import RunLock
 from hpc_rl.tensors.shardmap import ShardMap, TensorSpec, whole_piece
 from tests.ranks import run_ranks
-from tests.storage.disks import Broken, Slow
+from tests.storage.disks import Broken, Slow, SlowSync
 from tests.storage.layouts import Layout, component
 from tests.storage.one_rank import assert_loads, checkpointer, state, steps
 from tests.storage.small_disk import small_disk
@@ -51,18 +51,22 @@ def test_signals_of_the_job_do_not_end_the_writer(tmp_path: Path) -> None:
     assert steps(tmp_path) == [1]
 
 
-def child_that_saves(run_dir: Path) -> None:
+def child_that_saves(run_dir: Path, all_written: bool) -> None:
     one = make(run_dir, 1)
-    one.files = Slow()
+    begun = run_dir / "begun"
+    one.files = SlowSync(begun) if all_written else Slow()
     one.save(2, state(2), {})
     assert one._spool is not None
     (run_dir / "writer.pid").write_text(str(one._spool.process.pid))
+    while all_written and not begun.exists():
+        time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_the_writer_ends_with_its_killed_trainer(tmp_path: Path) -> None:
+@pytest.mark.parametrize("all_written", [False, True], ids=["writing", "syncing"])
+def test_the_writer_ends_with_its_killed_trainer(tmp_path: Path, all_written: bool) -> None:
     with pytest.raises(AssertionError, match="died without a word"):
-        run_ranks(1, child_that_saves, tmp_path)
+        run_ranks(1, child_that_saves, tmp_path, all_written)
     writer = Path("/proc") / (tmp_path / "writer.pid").read_text()
     deadline = time.monotonic() + 20
     while writer.exists() and "State:\tZ" not in (writer / "status").read_text() and time.monotonic() < deadline:
@@ -74,6 +78,34 @@ def test_the_writer_ends_with_its_killed_trainer(tmp_path: Path) -> None:
         assert one.latest() is None
         one.save(3, state(3), {})
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["checkpoint_3_complete"]
+
+
+def test_a_failed_write_prunes_nothing_even_where_the_policy_keeps_fewer_than_there_are(tmp_path: Path) -> None:
+    with checkpointer(tmp_path, keep_last=2) as one:
+        one.save(1, state(1), {})
+        one.save(2, state(2), {})
+    with checkpointer(tmp_path, Broken(), keep_last=1, on_error="continue") as one:
+        one.save(3, state(3), {})
+        one.save(4, state(4), {})
+        with pytest.raises(RunError, match="Input/output error"):
+            one.wait()
+    assert steps(tmp_path) == [1, 2]
+
+
+def test_with_on_error_continue_a_failed_write_is_a_warning_at_the_next_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with checkpointer(tmp_path, Broken(), on_error="continue") as one:
+        one.save(1, state(1), {})
+        deadline = time.monotonic() + 60
+        while one._writing and time.monotonic() < deadline:
+            assert one.poll() is None
+            time.sleep(0.02)
+        assert "a checkpoint could not be written: rank 0: OSError" in caplog.text
+        one.files = Files()
+        one.save(2, state(2), {})
+        one.wait()
+        assert_loads(one, 2)
 
 
 BALLAST = 4 << 20
