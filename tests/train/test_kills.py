@@ -20,7 +20,9 @@ TIMES = ("seconds", "per_second")
 
 
 def config_of(run_dir: Path, **values: Any) -> Config:
-    return quickstart(**{"run__dir": run_dir, "steps": 3, "checkpoint__every": 1, "data__prompts_per_step": 8, **values})
+    adaptive = {"algorithm__kl_target": 0.01, "algorithm__kl_horizon": 100}  # so that the coefficient is a state too
+    usual = {"run__dir": run_dir, "steps": 3, "checkpoint__every": 1, "data__prompts_per_step": 8, **adaptive}
+    return quickstart(**{**usual, **values})
 
 
 def figures(run_dir: Path) -> list[dict[str, float]]:
