@@ -14,6 +14,7 @@ from pathlib import Path
 from hpc_rl.config import Config, ParallelConfig
 from hpc_rl.config_load import load_config
 from hpc_rl.errors import UserError
+from hpc_rl.preflight import check_outputs
 from launch.env import Allocation, allocation
 
 LAUNCHERS = ("auto", "torchrun", "mpi", "srun")
@@ -83,6 +84,7 @@ def launch(launcher: str, path: Path, overrides: Sequence[str], *, dry_run: bool
     if dry_run:
         print(command.text().rstrip("\n"))
         return 0
+    check_outputs(config)
     Path(spec.log_dir).mkdir(parents=True, exist_ok=True)  # sbatch --output makes no directory
     if command.script:
         return subprocess.run(command.argv, input=command.script, text=True, check=False).returncode

@@ -42,7 +42,9 @@ def plan(
     config = load_config(path, overrides)
     device = find_gpu(gpu, gpu_memory_gb, config.launch.device)
     fitted = fit(config)
-    job, rows = job_of(fitted, device, nodes or config.launch.nodes or 1, gpus_per_node or config.launch.nproc)
+    nodes = config.launch.nodes or 1 if nodes is None else nodes
+    gpus_per_node = config.launch.nproc if gpus_per_node is None else gpus_per_node
+    job, rows = job_of(fitted, device, nodes, gpus_per_node)
     report = report_of(job)
     report["warnings"] = notes(config, fitted) + report["warnings"]
     if rows:

@@ -10,7 +10,7 @@ import pytest
 from hpc_rl.config import Config, LaunchConfig, ParallelConfig, RunConfig
 from hpc_rl.errors import UserError
 from launch.env import Allocation
-from launch.spec import LaunchSpec, Site, check_placement, choose, make_command, make_spec
+from launch.spec import LaunchSpec, Site, check_placement, choose, launch, make_command, make_spec
 
 PROGRAM = ("-m", "hpc_rl.cli", "train", "c.yaml", "run.dir=my runs/a")
 SUPERVISOR = ("-m", "hpc_rl.cli", "launch", "--supervise", "c.yaml", "resume=auto", "run.dir=my runs/a")
@@ -137,3 +137,9 @@ def test_tensor_parallel_groups_stay_inside_a_node() -> None:
     warnings = check_placement(ParallelConfig(tp=4, cp=2), num_nodes=2, ranks_per_node=4)
     assert len(warnings) == 1
     assert "CP groups cross nodes" in warnings[0]
+
+
+def test_a_run_directory_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="run.dir: .* cannot be a directory, because .*file is a file"):
+        launch("torchrun", Path("configs/quickstart.yaml"), [f"run.dir={tmp_path}/file/run"], dry_run=False)
