@@ -19,6 +19,9 @@ from hpc_rl.tensors.megatron_map import check_megatron_layout, padded_vocab_size
 from hpc_rl.tensors.vllm_map import vllm_shard_map
 
 
+MAX_RANKS = 65536
+
+
 @dataclass(frozen=True)
 class PlannedJob:
     """A run on ``nodes`` x ``gpus_per_node`` ranks.
@@ -135,6 +138,8 @@ def plan_job(config: Config, gpu: Gpu, nodes: int, gpus_per_node: int) -> Planne
         if value < 1:
             raise UserError(f"{option} = {value}: must be at least 1")
     world_size, parallel = nodes * gpus_per_node, config.parallel
+    if world_size > MAX_RANKS:
+        raise UserError(f"--nodes {nodes} x --gpus-per-node {gpus_per_node} = {world_size} ranks: at most {MAX_RANKS} are planned")
     path = config.model.path
     hf_config = read_hf_config(config) if path is None else model_config("model.path", path)
     cross_check(config, world_size, hf_config, reads_text=False)

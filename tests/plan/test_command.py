@@ -62,6 +62,7 @@ def test_wrong_words_exit_with_2(config: Path, tmp_path: Path) -> None:
         ((config, "parallel.tq=2"), "parallel.tq"),
         ((config, "--nodes", "many"), "--nodes"),
         ((config, "--nodes", 0), "--nodes = 0: must be at least 1"),
+        ((config, "--nodes", 1_000_000), "at most 65536 are planned"),
         ((config, "--gpus-per-node", 0), "--gpus-per-node = 0: must be at least 1"),
         ((tmp_path / "none.yaml",), "none.yaml"),
     ):
