@@ -18,7 +18,6 @@ from hpc_rl.tensors.dtypes import ITEM_BYTES
 from hpc_rl.tensors.megatron_map import check_megatron_layout, padded_vocab_size
 from hpc_rl.tensors.vllm_map import vllm_shard_map
 
-
 MAX_RANKS = 65536
 
 
