@@ -206,10 +206,12 @@ def test_no_change_is_invented_where_none_helps() -> None:
 
 
 def test_kv_cache_that_holds_no_sequence_does_not_fit() -> None:
-    config = config_of(QWEN2_1B, dtype="bfloat16", length=1024, rollout={"kv_cache_bytes": 1 << 20})
+    with pytest.raises(UserError, match=r"kv_cache_bytes = 1048576 holds 36 tokens, but must hold one sequence .* = 1024"):
+        job_of(config_of(QWEN2_1B, dtype="bfloat16", length=1024, rollout={"kv_cache_bytes": 1 << 20}), gpu="h200")
+    config = config_of(QWEN2_1B, dtype="bfloat16", length=1024, rollout={"gpu_memory_utilization": 0.02})
     report = report_of(job_of(config, gpu="h200"))
     assert not report["fits"]
-    assert re.search(r"the KV cache holds 36 tokens, less than one sequence of 1024", report["reason"])
+    assert re.search(r"the KV cache holds \d+ tokens, less than one sequence of 1024", report["reason"])
     config = config_of(QWEN2_1B, dtype="bfloat16", length=1024, prompts=512, rollout={"kv_cache_bytes": 1 << 30})
     report = report_of(job_of(config, gpu="h200"))
     assert report["fits"]
