@@ -15,6 +15,7 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
+from threading import Lock
 from typing import Any
 
 
@@ -23,6 +24,9 @@ class RankFailed(AssertionError):
 
 
 _ports = itertools.count(int.from_bytes(os.urandom(4), "big"))  # next() is atomic: threads start ranks side by side
+
+
+_forking = Lock()  # a child forked by another thread would keep the socket that tries a port, and the ends of pipes
 
 
 def free_port() -> int:
@@ -41,15 +45,16 @@ def free_port() -> int:
 def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
     """``fn(*args)`` on every rank; results in rank order. The first failure ends all ranks and is raised."""
     context = mp.get_context("fork")
-    port = free_port()
     pipes, processes = [], []
-    for rank in range(world_size):
-        here, there = context.Pipe(duplex=False)
-        process = context.Process(target=_child, args=(there, rank, world_size, port, fn, args), daemon=True)
-        process.start()
-        there.close()
-        pipes.append(here)
-        processes.append(process)
+    with _forking:
+        port = free_port()
+        for rank in range(world_size):
+            here, there = context.Pipe(duplex=False)
+            process = context.Process(target=_child, args=(there, rank, world_size, port, fn, args), daemon=True)
+            process.start()
+            there.close()
+            pipes.append(here)
+            processes.append(process)
     try:
         return _collect(pipes, time.monotonic() + timeout_s)
     finally:
