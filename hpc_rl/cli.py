@@ -117,7 +117,7 @@ def convert(
 
 @app.command(epilog="Example: hpc-rl bench reshard --quick --json")
 def bench(
-    name: Annotated[str, typer.Argument(help="reshard, checkpoint, learning, slurm, step or two_gpus")],
+    name: Annotated[str, typer.Argument(help="checkpoint, learning, reshard, slurm, smollm2, step or two_gpus")],
     quick: Annotated[bool, typer.Option(help="smaller sizes, under a minute")] = False,
     as_json: Json = False,
 ) -> None:

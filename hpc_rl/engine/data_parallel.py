@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
@@ -49,7 +50,7 @@ class CutOptimizer(Protocol):
     def load_state(self, state: Mapping[str, int]) -> None: ...
 
 
-class DataParallelEngine:
+class DataParallelEngine(ABC):
     """One role on this job's ranks, each a data-parallel replica; see TrainEngine for the contract.
 
     A subclass makes ``module`` (what computes) and ``optimizer`` (None: frozen), and says where parameters lie.
@@ -64,13 +65,13 @@ class DataParallelEngine:
         self.spec = spec.with_role("critic" if role == "critic" else "actor")
         self._host_copy: HostCopy | None = None
 
+    @abstractmethod
     def shard_map(self) -> tuple[ShardMap, dict[str, Tensor]]:
         """This rank's parameters by canonical name, and the live local tensors."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _kept(self) -> Iterable[Tensor]:
         """All that is on the device between steps."""
-        raise NotImplementedError
 
     @property
     def _model(self) -> DenseLM:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -50,6 +51,20 @@ def fused_adamw(
         main, grad, exp_avg, exp_avg_sq, main if out is None else out, n, scale, lr / (1 - beta1**step),
         1 - lr * weight_decay, beta1, beta2, eps, (1 - beta2**step) ** 0.5, HAS_OUT=out is not None, BLOCK=block,
     )  # fmt: skip
+
+
+def fused_step(adamw: torch.optim.AdamW, casts: Mapping[int, Tensor], scale: float, step: int) -> None:
+    """`fused_adamw` of every parameter of ``adamw``, whose states exist and whose gradients are there.
+
+    Args: casts: id of a main weight -> the model's own weight; none where they are the same. scale, step: as there.
+    """
+    for group in adamw.param_groups:
+        beta1, beta2 = group["betas"]
+        for main in group["params"]:
+            if main.numel():  # a rank may hold no row of a small parameter
+                s = adamw.state[main]
+                tensors = (main, main.grad, s["exp_avg"], s["exp_avg_sq"], casts.get(id(main)))
+                fused_adamw(*tensors, scale, group["lr"], group["weight_decay"], beta1, beta2, group["eps"], step)
 
 
 if triton is not None:

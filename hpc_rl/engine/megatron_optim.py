@@ -11,8 +11,8 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
 from hpc_rl.config import OptimizerConfig
-from hpc_rl.engine.kernels import fused_adamw
-from hpc_rl.engine.optimizer_state import Shard
+from hpc_rl.engine.kernels import fused_step
+from hpc_rl.engine.optimizer_state import Shard, no_moments, set_steps
 from hpc_rl.engine.schedule import learning_rate_schedule
 from hpc_rl.parallel.megatron_cpu import cuda_as_cpu
 
@@ -48,15 +48,10 @@ class DistributedAdamW:
         self.schedule = learning_rate_schedule(self.optimizer, config, total_steps)
 
     def _create_states(self) -> None:
-        """torch makes AdamW's states at the first step; making them now lets a checkpoint be read into them."""
         inner = self._sharded.optimizer
         for group in inner.param_groups:
             for p in group["params"]:
-                inner.state[p] = {
-                    "step": torch.zeros((), dtype=torch.float32),
-                    "exp_avg": torch.zeros_like(p),
-                    "exp_avg_sq": torch.zeros_like(p),
-                }
+                inner.state[p] = no_moments(p)
 
     @property
     def lr(self) -> float:
@@ -93,12 +88,7 @@ class DistributedAdamW:
             for main, shard in zip(mains, shards, strict=True)
         }
         with torch.no_grad():
-            for group in opt.optimizer.param_groups:
-                beta1, beta2 = group["betas"]
-                for main in group["params"]:
-                    s, out = opt.optimizer.state[main], casts.get(id(main))
-                    tensors = (main, main.grad, s["exp_avg"], s["exp_avg_sq"], out)
-                    fused_adamw(*tensors, scale, group["lr"], group["weight_decay"], beta1, beta2, group["eps"], step)
+            fused_step(opt.optimizer, casts, scale, step)
             for chunk in opt.model_chunks:
                 chunk.start_param_sync()
 
@@ -126,8 +116,4 @@ class DistributedAdamW:
 
     def load_state(self, state: dict[str, int]) -> None:
         """Takes ``state()`` back: the step count that bias correction and the schedule read."""
-        steps = int(state["num_steps"])
-        for s in self._sharded.optimizer.state.values():
-            s["step"].fill_(steps)
-        self.schedule.num_steps = 0
-        self.schedule.step(steps)
+        set_steps(self._sharded.optimizer.state.values(), self.schedule, int(state["num_steps"]))

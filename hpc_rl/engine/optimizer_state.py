@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -23,6 +23,20 @@ class Shard:
     main: Tensor  # float32 [end - begin]; a view of the parameter itself when that is float32
     exp_avg: Tensor
     exp_avg_sq: Tensor
+
+
+def no_moments(main: Tensor) -> dict[str, Tensor]:
+    """AdamW's state before its first step. torch makes it then; made now, a checkpoint can be read into it."""
+    step = torch.zeros((), dtype=torch.float32)
+    return {"step": step, "exp_avg": torch.zeros_like(main), "exp_avg_sq": torch.zeros_like(main)}
+
+
+def set_steps(states: Iterable[Mapping[str, Tensor]], schedule: Any, steps: int) -> None:
+    """The step count that bias correction and the schedule read, after a resume."""
+    for state in states:
+        state["step"].fill_(steps)
+    schedule.num_steps = 0
+    schedule.step(steps)
 
 
 class ShardedOptimizer(Protocol):

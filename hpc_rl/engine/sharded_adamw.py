@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from hpc_rl.config import OptimizerConfig
-from hpc_rl.engine.optimizer_state import Shard
+from hpc_rl.engine.kernels import fused_step
+from hpc_rl.engine.optimizer_state import Shard, no_moments, set_steps
 from hpc_rl.engine.schedule import learning_rate_schedule
 from hpc_rl.parallel.collectives import merge
 
@@ -34,13 +35,10 @@ class ShardedAdamW:
             for decays in (True, False)
         ]
         self.adamw = torch.optim.AdamW(
-            [g for g in groups if g["params"]], lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps,
-            fused=any(m.is_cuda for m in mains.values()),
+            [g for g in groups if g["params"]], lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps
         )  # fmt: skip
-        for main in mains.values():  # torch makes the states at the first step: now, a checkpoint can be read into them
-            step = torch.zeros((), dtype=torch.float32, device=main.device if main.is_cuda else "cpu")
-            moments = {"exp_avg": torch.zeros_like(main), "exp_avg_sq": torch.zeros_like(main)}
-            self.adamw.state[main] = {"step": step, **moments}
+        for main in mains.values():
+            self.adamw.state[main] = no_moments(main)
         self.schedule = learning_rate_schedule(self.adamw, config, total_steps)
 
     @property
@@ -76,12 +74,18 @@ class ShardedAdamW:
         """Clips by ``norm`` and updates this rank's shards."""
         scale = min(1.0, self.clip_grad / (norm + 1e-6)) if self.clip_grad > 0 else 1.0
         for name, gradient in self.gradients():
-            self.mains[name].grad = gradient.mul_(scale)
-        self.adamw.step()
+            self.mains[name].grad = gradient
+        if torch.cuda.is_available():
+            outs = {id(self.mains[name]): cast for name, cast in self.casts.items()}
+            fused_step(self.adamw, outs, scale, self.num_steps + 1)
+        else:
+            for _, gradient in self.gradients():  # the same tensors
+                gradient.mul_(scale)
+            self.adamw.step()
+            for name, cast in self.casts.items():
+                cast.copy_(self.mains[name])
         self.adamw.zero_grad()
         self.zero_grad()
-        for name, cast in self.casts.items():
-            cast.copy_(self.mains[name])
         self.schedule.step(1)
 
     @torch.no_grad()
@@ -102,8 +106,4 @@ class ShardedAdamW:
 
     def load_state(self, state: Mapping[str, int]) -> None:
         """Takes ``state()`` back: the step count that bias correction and the schedule read."""
-        steps = int(state["num_steps"])
-        for s in self.adamw.state.values():
-            s["step"].fill_(steps)
-        self.schedule.num_steps = 0
-        self.schedule.step(steps)
+        set_steps(self.adamw.state.values(), self.schedule, int(state["num_steps"]))

@@ -13,7 +13,7 @@ from hpc_rl.config import Config, OptimizerConfig
 from hpc_rl.engine.data_parallel import DataParallelEngine
 from hpc_rl.engine.dense import DenseLM
 from hpc_rl.engine.megatron_model import DTYPES
-from hpc_rl.engine.optimizer_state import Shard
+from hpc_rl.engine.optimizer_state import Shard, no_moments, set_steps
 from hpc_rl.engine.schedule import learning_rate_schedule
 from hpc_rl.parallel.state import ParallelState
 from hpc_rl.tensors.canonical import ModelSpec
@@ -46,8 +46,7 @@ class ZeroAdamW:
             model=module, optimizer=adamw, dist_init_required=False, config=settings
         )
         for flat in self.zero.single_partition_of_fp32_groups:
-            moments = {"exp_avg": torch.zeros_like(flat), "exp_avg_sq": torch.zeros_like(flat)}
-            adamw.state[flat] = {"step": torch.zeros((), dtype=torch.float32), **moments}
+            adamw.state[flat] = no_moments(flat)
         self.module, self.adamw, self.num_ranks = module, adamw, num_ranks
         self.schedule = learning_rate_schedule(adamw, config, total_steps)
 
@@ -108,11 +107,7 @@ class ZeroAdamW:
 
     def load_state(self, state: Mapping[str, int]) -> None:
         """Takes ``state()`` back: the step count that bias correction and the schedule read."""
-        steps = int(state["num_steps"])
-        for s in self.adamw.state.values():
-            s["step"].fill_(steps)
-        self.schedule.num_steps = 0
-        self.schedule.step(steps)
+        set_steps(self.adamw.state.values(), self.schedule, int(state["num_steps"]))
         if self.zero.dtype == torch.float32:
             self.reload_from_parameters()  # main weights of a float32 model are a copy, and no part of the state
 
